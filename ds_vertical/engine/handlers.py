@@ -16,6 +16,7 @@ from ds_vertical.engine.zero3.interface import Optimizer, Params
 from ds_vertical.errors import StepLeft
 from ds_vertical.io.host import memory_bytes
 from ds_vertical.io.ticket import Ticket
+from ds_vertical.model.autograd_segments import watching_hooks
 from ds_vertical.model.forward_coroutine import ForwardPass
 from ds_vertical.model.kept.kinds import KeptKinds
 from ds_vertical.model.kept.probe import Probe
@@ -90,7 +91,7 @@ class ScheduleRunner:
     ) -> list[torch.Tensor]:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
         replay = self._replay()
-        with preserved(), self._stubs() as stubs, self._state_of(schedule, bodies, replay) as modules:
+        with preserved(), watching_hooks(), self._stubs() as stubs, self._state_of(schedule, bodies, replay) as modules:
             gradients.expect(len(bodies), schedule.calls)
             watch = self._watch(schedule)
             shared = ForwardPass(self.layers, stubs, True, modules, schedule.calls, self.kinds, self.probe, watch)
@@ -112,7 +113,7 @@ class ScheduleRunner:
         """Forwards and backwards of a training step, nothing else. `note_gradient` hears of each parameter of a layer that has
         its gradient, with the micro-batch's number; the sums outside the layers are left to the caller. Returns the losses."""
         replay = self._replay(only_gathers=True)
-        with preserved(), self._stubs() as stubs, self._state_of(schedule, bodies, replay) as modules:
+        with preserved(), watching_hooks(), self._stubs() as stubs, self._state_of(schedule, bodies, replay) as modules:
             watch = self._watch(schedule)
             shared = ForwardPass(self.layers, stubs, True, modules, schedule.calls, watch=watch)
             micro_batches = self._micro_batches(bodies, shared)

@@ -12,25 +12,40 @@ prefix, its glue, and a suffix that goes on to the next call. In the backward th
 first, and then each layer in all calls. So a call must not depend on what an earlier call has given: that one's suffix would
 have to run behind this one's prefix. Such a gradient is refused where it arrives. What both calls take from ahead of the first
 one is in segment 0, which runs last in any case.
+
+[Note: hooks of tensors] A hook that the model's code puts on a tensor (`Tensor.register_hook`) gets the sum of all gradients of
+that tensor in stock, once. Here autograd calls it for each gradient that stops at the tensor, to wait for the tensor's segment,
+and once more in that segment. So hooks that are put on in a forward pass over gradients that stop (`watching_hooks`). The
+gradient of a parameter outside the layers comes from several segments, too: where it has hooks, these wait for the last one
+(`ParameterHooks`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 import torch
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ds_vertical.errors import LayerError
+from ds_vertical.interrupts import Changed
+from ds_vertical.model.state.containers import is_internal
 
 _Key = tuple[Node, int]
 Taken = tuple[torch.Tensor, Callable[[torch.Tensor], None]]  # a gradient, and the function that puts it back
+_Place = tuple[int, int]  # tells a node, and one of its outputs, from others
+_OF_A_LEAF: Final = -1
+
+_stops: set[_Place] = set()  # where gradients stop in the backward under way
+_hooked: set[_Place] = set()  # the tensors on which code has put a hook in this pass
 
 
 @dataclass(frozen=True)
@@ -47,13 +62,23 @@ class Segments:
     """Where the segments of one micro-batch begin, and the gradients that wait for theirs.
 
     `num_blocks`: of the model; `num_calls`: of the model by the micro-batch's code. `through`: called ahead of a backward that
-    runs past its segment, down to the prefix.
+    runs past its segment, down to the prefix. `explain`: called with the leaves of a backward that failed and with its error;
+    it may raise another one. `outside`: ids of the parameters of which no gradient is taken before the prefix has run backward.
     """
 
-    def __init__(self, num_blocks: int, num_calls: int = 1, through: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        num_calls: int = 1,
+        through: Callable[[], None] | None = None,
+        explain: Callable[[Iterable[object], RuntimeError], None] = lambda *_: None,
+        outside: Collection[int] = (),
+    ) -> None:
         self._per_call = num_blocks + 1
         self._num_calls = num_calls
         self._through = through or (lambda: None)
+        self._explain = explain
+        self.hooks = ParameterHooks(outside)
         self._floor = 0  # segments below it, but for segment 0, must get no gradient now
         self._starts = [0]
         self._output_of: dict[Node, int] = {}
@@ -126,16 +151,22 @@ class Segments:
         earlier, leaves = self._reach(roots, segment)
         for node, _ in earlier if self._floor else ():
             self._refuse_chain(node)
-        if not earlier:
-            _run_to_leaves(roots)
-        elif _nested(list(earlier), leaves):
-            # autograd cannot stop at an edge and reach another one, or a parameter that an earlier segment uses too, past it:
-            # run through to the leaves at once, and keep the graph for what still waits there. The same gradients, added in
-            # another order than stock's.
-            self._through()
-            _run_to_leaves(roots, retain_graph=True)
-        else:
-            self._run_in_part(roots, list(earlier), leaves)
+        try:
+            with self.hooks.waiting([leaf.variable for leaf in leaves if leaf not in self._output_of]):  # type: ignore[attr-defined]
+                if not earlier:
+                    _run_to_leaves(roots)
+                elif _nested(list(earlier), leaves):
+                    # autograd cannot stop at an edge and reach another one, or a parameter that an earlier segment uses too,
+                    # past it: run through to the leaves at once, and keep the graph for what still waits there. The same
+                    # gradients, added in another order than stock's.
+                    _refuse_hooks_behind(list(earlier))
+                    self._through()
+                    _run_to_leaves(roots, retain_graph=True)
+                else:
+                    self._run_in_part(roots, list(earlier), leaves)
+        except RuntimeError as error:
+            self._explain((leaf.variable for leaf in leaves), error)  # type: ignore[attr-defined]
+            raise
         self._owners += (owner for (node, _), owner in earlier.items() if isinstance(node, FunctionCtx))
         if self._num_calls == 1:  # of several calls all are kept: a gradient for an earlier call's output is to be recognised
             self._output_of = {node: own for node, own in self._output_of.items() if own < segment}
@@ -143,6 +174,7 @@ class Segments:
     def clear(self) -> None:
         """Forget all gradients and nodes: after the prefix's backward, or after an error."""
         self._waiting.clear()
+        self.hooks.forget()
         self._output_of.clear()
         self._owners.clear()
 
@@ -189,12 +221,13 @@ class Segments:
         # What waits at an earlier edge starts the sum there: [Note: segments], one by one.
         seeds = [self._waiting.pop(key) for key in earlier if key in self._waiting]
         edges = [GradientEdge(*key) for key in earlier]
-        grads = torch.autograd.grad(
-            [each.edge for each in (*roots, *seeds)],
-            [*edges, *(GradientEdge(leaf, 0) for leaf in leaves)],
-            [each.grad for each in (*roots, *seeds)],
-            allow_unused=True,
-        )
+        with _stopping_at(earlier):
+            grads = torch.autograd.grad(
+                [each.edge for each in (*roots, *seeds)],
+                [*edges, *(GradientEdge(leaf, 0) for leaf in leaves)],
+                [each.grad for each in (*roots, *seeds)],
+                allow_unused=True,
+            )
         for edge, grad in zip(edges, grads[: len(edges)], strict=True):
             if grad is not None:
                 self._wait(_Waiting(edge, grad))
@@ -252,10 +285,121 @@ def _nested(edges: Sequence[_Key], leaves: Sequence[Node]) -> bool:
     return False
 
 
+class ParameterHooks:
+    """The hooks of the parameters `outside` the layers, by their ids: each is called once, with the whole gradient of one
+    micro-batch. See [Note: hooks of tensors]."""
+
+    def __init__(self, outside: Collection[int] = ()) -> None:
+        self._outside = outside
+        self._waiting: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # parameters with hooks, and their gradients so far
+
+    @contextlib.contextmanager
+    def waiting(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Within the block no hook of such a parameter among the leaves is called; what is made of its gradient waits."""
+        hooked = [each for each in leaves if each._backward_hooks and id(each) in self._outside]
+        kept = [(hooks, dict(hooks)) for each in hooked if (hooks := each._backward_hooks) is not None]
+
+        def take_off() -> None:
+            for hooks, _ in kept:
+                hooks.clear()
+
+        def put_back() -> None:
+            for hooks, before in kept:
+                hooks.update(before)
+
+        with Changed(put_back, take_off):
+            yield
+        for param in hooked:
+            grad, param.grad = param.grad, None
+            if grad is not None:
+                before = self._waiting.get(id(param))
+                self._waiting[id(param)] = param, grad if before is None else before[1] + grad
+
+    def call(self) -> None:
+        """The prefix has run backward: call the hooks."""
+        for param, total in self._waiting.values():
+            for hook in list((param._backward_hooks or {}).values()):
+                made = hook(total)
+                total = total if made is None else made
+            param.grad = total
+        self._waiting.clear()
+
+    def forget(self) -> None:
+        """Forget the gradients, after an error."""
+        self._waiting.clear()
+
+
+def watching_hooks() -> contextlib.AbstractContextManager[None]:
+    """Within the block hooks that are put on tensors are called as in stock."""
+    register = torch.Tensor.register_hook
+
+    @functools.wraps(register)
+    def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], object]) -> object:
+        of_users = tensor.requires_grad and not is_internal(hook)
+        return register(tensor, _once(tensor, hook) if of_users else hook)
+
+    def put_back() -> None:
+        torch.Tensor.register_hook = register  # type: ignore[method-assign]
+        _hooked.clear()
+        _stops.clear()  # an interrupt may have left some
+
+    def take_over() -> None:
+        torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+
+    return Changed(put_back, take_over)
+
+
+@contextlib.contextmanager
+def _stopping_at(edges: Iterable[tuple[Node, int]]) -> Iterator[None]:
+    """Within the block gradients stop at these edges."""
+    _stops.update(_place_of(node, output_nr) for node, output_nr in edges if _hooked)
+    try:
+        yield
+    finally:
+        _stops.clear()
+
+
+def _once(tensor: torch.Tensor, hook: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
+    edge = get_gradient_edge(tensor)
+    place = _place_of(edge.node, edge.output_nr)
+    _hooked.add(place)
+
+    @functools.wraps(hook, updated=())
+    def call(grad: torch.Tensor) -> object:
+        return None if place in _stops else hook(grad)
+
+    return call
+
+
+def _place_of(node: Node, output_nr: int) -> _Place:
+    """By its number: a reference to the node would keep it, and it holds its hooks."""
+    if _is_leaf(node):
+        return id(node.variable), _OF_A_LEAF  # type: ignore[attr-defined]
+    return node._sequence_nr(), output_nr  # type: ignore[attr-defined]
+
+
+def _refuse_hooks_behind(edges: Sequence[_Key]) -> None:
+    """Raise LayerError where code has put a hook on one of the edges, or on a tensor that leads to one."""
+    seen, stack = set(edges) if _hooked else set[_Key](), list(edges) if _hooked else []
+    while stack:
+        node, output_nr = stack.pop()
+        if _place_of(node, output_nr) in _hooked:
+            raise LayerError(HOOKED)
+        for following, number in node.next_functions:
+            if following is not None and (following, number) not in seen:
+                seen.add((following, number))
+                stack.append((following, number))
+
+
 CHAINED = (
     "a call of the model was given what depends, with its gradient, on an earlier call of it for the same micro-batch, or on"
     " code between the two; layer-major order runs both calls backward layer by layer together: detach what is handed on, or"
     " set vertical_schedule.enabled to false"
+)
+HOOKED = (
+    "the model's code puts a hook on a tensor (Tensor.register_hook), and tensors that are made of one another go around"
+    " several layers; their gradients are added in another order than torch's, and the hook would be called for parts of a sum:"
+    " do what the hook does in a torch.autograd.Function with its own backward"
 )
 OWN_BACKWARD = (
     "loss_fn, or the model's forward, has called backward() itself: train_batch runs the backward of the loss that it is given,"

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ds_vertical.model.state.block_state import BlockState, replace_in_objects, tensors_in_objects
 from ds_vertical.model.tensor_refs import key_of
-from ds_vertical.model.thread_state import ThreadState
+from ds_vertical.model.thread_state import Modes, ThreadState
 
 Position = tuple[int, ...]
 
@@ -28,7 +28,8 @@ class BlockGraph:
 
 @dataclass
 class BlockCall:
-    """What the backward of one block call needs: its arguments, the thread's state at its entry, leaves made of its outputs.
+    """What the backward of one block call needs: its arguments, the thread's state and modes at its entry, leaves made of its
+    outputs.
 
     `function`: what was called, the block's forward or its call with hooks. `args`: the first `num_given` are the arguments,
     flattened by `spec`; the others are tensors that the block found in modules and objects (`found`). `versions`: how often
@@ -43,6 +44,7 @@ class BlockCall:
     spec: pytree.TreeSpec
     found: BlockState | None
     state: ThreadState
+    modes: Modes
     context: contextvars.Context
     versions: list[int]
     written: list[Position] = field(default_factory=list)

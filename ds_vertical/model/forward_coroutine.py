@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -17,17 +18,18 @@ from typing import Any, NoReturn
 
 import torch
 from greenlet import GreenletExit, getcurrent
+from torch import nn
 from torch.utils import checkpoint
 
 from ds_vertical.errors import LayerError
 from ds_vertical.model.kept.kinds import KeptKinds
 from ds_vertical.model.kept.probe import Probe
-from ds_vertical.model.layers import Block, LayerMap
+from ds_vertical.model.layers import Block, LayerMap, refuse_use_outside
 from ds_vertical.model.state.restart import HooksMissed
 from ds_vertical.model.state.step_state import StepState
 from ds_vertical.model.state.tracks import BETWEEN_CALLS, PREFIX
 from ds_vertical.model.stubs import APPLY, BlockRunner, Coroutine, ModelCalls, OutsideWatch, ParameterWatch, Stubs
-from ds_vertical.model.thread_state import ThreadState, inference_guard
+from ds_vertical.model.thread_state import Modes, ThreadState, inference_guard
 
 NO_BLOCKS = range(0)  # the blocks that may run in the prefix and in the suffix
 
@@ -85,6 +87,7 @@ class ForwardCoroutine:
         self._run_on = run_on
         self._result: Any = None
         self._state = state.without_autocast_cache()
+        self._modes = Modes()  # that the forward has entered, and is inside while it is parked
         self._guard: object = None
         self._target = NO_BLOCKS
         self.calls = ModelCalls(len(self._blocks), shared.num_calls, blocks, lambda: _park(self._coroutine))
@@ -162,20 +165,27 @@ class ForwardCoroutine:
         if self._modules is not None:
             self._modules.enter(self.index, layer, self.calls.number)
         with self._entered():
-            self._coroutine.switch()
+            try:
+                self._coroutine.switch()
+            except RuntimeError as error:
+                refuse_use_outside(self._blocks, _held_by(error), error)
+                raise
         if self._modules is not None and not self.calls.is_surplus:
             self._modules.leave(self.index, layer, self.calls.number, is_recomputed=layer is None or self._state.grad)
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
         """The forward's thread state for the block, the hub's afterwards."""
-        outer = ThreadState.capture()
+        outer, modes = ThreadState.capture(), Modes.capture()
         self._guard = None  # back to the inference mode in which the forward parked
         guard = inference_guard(self._state.inference)
         self._state.apply()
+        self._modes.on_top_of(modes).apply()
         try:
             yield
         finally:
+            self._modes = Modes.capture().beyond(modes)
+            modes.apply()
             self._state = ThreadState.capture()
             del guard
             # A forward may park inside its own inference mode: the hub's holds until it is entered again.
@@ -276,6 +286,15 @@ def _park(coroutine: Coroutine) -> None:
     parent = coroutine.parent
     assert parent is not None
     parent.switch()
+
+
+def _held_by(error: RuntimeError) -> Iterator[object]:
+    """What the frames in which an error was raised hold, and what the modules among it hold as parameters, the last frame
+    first."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        for value in list(frame.f_locals.values()):
+            yield from value._parameters.values() if isinstance(value, nn.Module) else (value,)
 
 
 def _wrong_order(blocks: Sequence[Block], what: str) -> NoReturn:

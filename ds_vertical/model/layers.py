@@ -12,9 +12,9 @@ their schedules must not differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
@@ -398,3 +398,21 @@ def _examples(model: nn.Module) -> str:
     heads = [path for path, _ in model.named_children()]
     shown = (lists or heads)[:3]
     return "[" + ", ".join(f'"{path}"' for path in shown) + "]" if shown else '["layers"]'
+
+
+def refuse_use_outside(blocks: Sequence[Block], params: Iterable[object], error: RuntimeError) -> None:
+    """Raise LayerError where an error speaks of a tensor without elements, and one of these is a parameter of a block that is
+    away."""
+    if isinstance(error, LayerError) or not any(sign in str(error) for sign in _OF_NO_ELEMENTS):
+        return
+    names = {id(param): _join(each.path, name) for each in blocks for name, param in each.module.named_parameters()}
+    for param in params:
+        if isinstance(param, nn.Parameter) and param.numel() == 0 < _numel(param) and id(param) in names:
+            raise LayerError(
+                f"{names[id(param)]} is used by code outside its block's forward, where it is away (by itself, or through a"
+                " tensor that keeps the graph of the block): use it in the block's forward, or ahead of initialize call"
+                " deepspeed.zero.register_external_parameter(model, parameter)"
+            ) from error
+
+
+_OF_NO_ELEMENTS: Final = ("(0)", "[0]", "must be a matrix", "must be 2-D", "0-D", "dimension specified as 0")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from ds_vertical.model.batch import LossOf, own_loss
 from ds_vertical.model.block_call import requires_grad
 from ds_vertical.model.boundary_tensors import BoundaryTensors
 from ds_vertical.model.forward_coroutine import ForwardCoroutine, ForwardPass
+from ds_vertical.model.layers import refuse_use_outside
 from ds_vertical.model.recorded_blocks import RecordedBlocks
 from ds_vertical.model.state.tracks import PREFIX
 from ds_vertical.model.thread_state import ThreadState
+from ds_vertical.types import PRE
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ class MicroBatch:
         self._modules = shared.modules
         self._calls = range(shared.num_calls)
         through = None if shared.watch is None else shared.watch.reach_through
-        self._segments = Segments(len(shared.layers.blocks), shared.num_calls, through)
+        explain = partial(refuse_use_outside, shared.layers.blocks)
+        outside = frozenset(map(id, shared.layers.units[PRE]))
+        self._segments = Segments(len(shared.layers.blocks), shared.num_calls, through, explain, outside)
         self._blocks = RecordedBlocks(shared, self._segments, index)
         self._forward = ForwardCoroutine(body, self._blocks, shared, state, index, run_on)
         self.boundary = BoundaryTensors(shared.layers, self._forward, self._blocks, self._segments)
@@ -121,6 +126,7 @@ class MicroBatch:
         for call in reversed(self._calls):
             with self._segments.apart(call):
                 self._segments.run(0, call)
+        self._segments.hooks.call()
         self._segments.clear()
         self._note_backward()
 

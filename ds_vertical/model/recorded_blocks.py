@@ -39,7 +39,7 @@ from ds_vertical.model.kept.kept_blocks import Keeping, KeptBlocks
 from ds_vertical.model.layers import Block
 from ds_vertical.model.state.block_state import BlockState
 from ds_vertical.model.state.containers import container_of
-from ds_vertical.model.thread_state import ThreadState, applied
+from ds_vertical.model.thread_state import Modes, ThreadState, applied
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
 
@@ -105,7 +105,7 @@ class RecordedBlocks:
         context = contextvars.copy_context()
         found = self._find_state(block, flat, context)
         inputs = with_state(flat, found)
-        call = BlockCall(function, inputs, len(flat), spec, found, state, context, versions_of(inputs))
+        call = BlockCall(function, inputs, len(flat), spec, found, state, Modes.capture(), context, versions_of(inputs))
         twins: dict[int, torch.Tensor] = {}
         given, _ = twins_of(flat, twins), twins_of(inputs[len(flat) :], twins)
         args, kwargs = pytree.tree_unflatten(given, spec)
@@ -200,7 +200,7 @@ class RecordedBlocks:
         twins: dict[int, torch.Tensor] = {}
         given = twins_of(call.args, twins)[: call.num_given]
         with call.found.replayed(twins) if call.found is not None else contextlib.nullcontext() as put_places_back:
-            with within:
+            with call.modes.within(), within:
                 outputs = self._recompute(call, given)
             if put_places_back is not None:
                 put_places_back()

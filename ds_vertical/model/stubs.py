@@ -295,7 +295,7 @@ class OutsideWatch(TorchFunctionMode):
     def paused(self, given: object) -> Iterator[None]:
         """Within the block, where a block of the model runs, the watch is not active. `given`: what the block gets. Raises
         UseMissed."""
-        was_active = self._is_active
+        was_active, modes = self._is_active, _get_current_function_mode_stack()
         if was_active:
             self._look_at(pytree.tree_leaves(given))
             self._leave()
@@ -304,6 +304,8 @@ class OutsideWatch(TorchFunctionMode):
         finally:
             if was_active:
                 self._enter()
+                if modes[-1] is not self:  # the user's code is inside a mode, which it will take off as the uppermost one
+                    _replace_modes(modes)
 
     def miss(self, unit: Unit) -> NoReturn:
         """The unit may be away no longer. Raises UseMissed."""

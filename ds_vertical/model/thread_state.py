@@ -1,17 +1,31 @@
-"""The state that torch keeps per thread, captured and put back.
+"""The state that torch keeps per thread, and settings of the whole process, captured and put back.
 
 [Note: one thread, many forwards] The forwards of all micro-batches run as greenlets of ONE thread. What torch keeps per thread
-would leak from one forward to the next: autocast still on, grad mode still off, one random stream for all. So each switch
-captures the state of the side that it leaves, and applies that of the side that it enters.
+would leak from one forward to the next: autocast still on, grad mode still off, one random stream for all. So would settings
+that a forward changes for a while, as `sdpa_kernel` does. So each switch captures the state of the side that it leaves, and
+applies that of the side that it enters. The modes that a forward has entered are put inside those of the hub (`Modes`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 import torch
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _top_saved_tensors_default_hooks,
+)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from ds_vertical.interrupts import Changed
 
@@ -49,8 +63,57 @@ def _set_autocast_nesting(depth: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Settings:
+    """Torch's settings of the process that code may change around blocks."""
+
+    dtype: torch.dtype
+    deterministic: tuple[bool, bool]  # are operations to be; is that a warning only
+    attention: tuple[bool, bool, bool, bool]  # which kernels may be taken
+    precision: str
+
+    @classmethod
+    def capture(cls) -> Settings:
+        """The process's now."""
+        attention = torch.backends.cuda
+        return cls(
+            torch.get_default_dtype(),
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+            (
+                attention.flash_sdp_enabled(),
+                attention.mem_efficient_sdp_enabled(),
+                attention.math_sdp_enabled(),
+                attention.cudnn_sdp_enabled(),
+            ),
+            torch.get_float32_matmul_precision(),
+        )
+
+    def apply(self) -> None:
+        """Put back what differs."""
+        now = Settings.capture()
+        if now == self:
+            return
+        if now.dtype != self.dtype:
+            torch.set_default_dtype(self.dtype)
+        if now.deterministic != self.deterministic:
+            torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        if now.attention != self.attention:
+            for put, enabled in zip(_PUT_ATTENTION, self.attention, strict=True):
+                put(enabled)
+        if now.precision != self.precision:
+            torch.set_float32_matmul_precision(self.precision)
+
+
+_PUT_ATTENTION: Final[tuple[Callable[[bool], None], ...]] = (
+    torch.backends.cuda.enable_flash_sdp,
+    torch.backends.cuda.enable_mem_efficient_sdp,
+    torch.backends.cuda.enable_math_sdp,
+    torch.backends.cuda.enable_cudnn_sdp,
+)
+
+
+@dataclass(frozen=True, slots=True)
 class ThreadState:
-    """A snapshot: grad mode, inference mode, autocast, random streams (host and device), current device and stream.
+    """A snapshot: grad mode, inference mode, autocast, random streams (host and device), current device and stream, settings.
 
     Inference mode has no setter in torch: `applied` and the coroutines open a guard where the two sides differ.
     """
@@ -64,6 +127,7 @@ class ThreadState:
     device_rng: torch.Tensor | None
     device: int | None
     stream: torch.cuda.Stream | None
+    settings: Settings
 
     @classmethod
     def capture(cls) -> ThreadState:
@@ -82,6 +146,7 @@ class ThreadState:
             device_rng=torch.cuda.get_rng_state() if on_cuda else None,
             device=torch.cuda.current_device() if on_cuda else None,
             stream=torch.cuda.current_stream() if on_cuda else None,
+            settings=Settings.capture(),
         )
 
     def apply(self) -> None:
@@ -93,6 +158,7 @@ class ThreadState:
         if self.device is not None and self.stream is not None:
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(self.stream)
+        self.settings.apply()
         self.apply_rng()
         torch._C._set_grad_enabled(self.grad)
 
@@ -117,6 +183,89 @@ class ThreadState:
     def without_autocast_cache(self) -> ThreadState:
         """This state with autocast's cache of cast weights off: it would keep a layer's weights alive past their release."""
         return replace(self, autocast_cache=False)
+
+
+class _Packing(NamedTuple):
+    """A pair of hooks for saved tensors."""
+
+    pack: Callable[[torch.Tensor], object]
+    unpack: Callable[[object], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The modes of torch's functions and operations, and the hooks for saved tensors, that code has entered and not left; the
+    innermost last."""
+
+    functions: tuple[TorchFunctionMode, ...] = ()
+    operations: tuple[TorchDispatchMode, ...] = ()
+    packings: tuple[_Packing, ...] = ()
+
+    @classmethod
+    def capture(cls) -> Modes:
+        """This thread's now."""
+        functions = tuple(_get_current_function_mode_stack()) if _len_torch_function_stack() else ()
+        operations = tuple(_get_current_dispatch_mode_stack()) if _len_torch_dispatch_stack() else ()
+        if _top_saved_tensors_default_hooks(True) is None:
+            return cls(functions, operations) if functions or operations else _NO_MODES
+        packings = _take_packings()
+        _put_packings(packings)
+        return cls(functions, operations, packings)
+
+    def apply(self) -> None:
+        """Let these be the modes of this thread."""
+        now = Modes.capture()
+        if now == self:
+            return
+        if now.functions != self.functions:
+            for _ in now.functions:
+                _pop_function_mode()
+            for mode in self.functions:
+                _push_function_mode(mode)
+        if now.operations != self.operations:
+            for _ in now.operations:
+                _pop_dispatch_mode()
+            for each in self.operations:
+                _push_dispatch_mode(each)
+        if now.packings != self.packings:
+            _take_packings()
+            _put_packings(self.packings)
+
+    def beyond(self, others: Modes) -> Modes:
+        """Those that are not among others."""
+        if self == others:
+            return _NO_MODES
+        functions = tuple(mode for mode in self.functions if mode not in others.functions)
+        operations = tuple(mode for mode in self.operations if mode not in others.operations)
+        return Modes(functions, operations, self.packings[len(others.packings) :])
+
+    def on_top_of(self, others: Modes) -> Modes:
+        """Others, and inside them these."""
+        if self == _NO_MODES:
+            return others
+        mine = self.beyond(others)
+        return Modes(others.functions + mine.functions, others.operations + mine.operations, others.packings + self.packings)
+
+    def within(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which these are inside the modes that there are, as far as they are not among them."""
+        outer = Modes.capture()
+        return Changed(outer.apply, self.on_top_of(outer).apply)
+
+
+_NO_MODES: Final = Modes()
+
+
+def _take_packings() -> tuple[_Packing, ...]:
+    found: list[_Packing] = []
+    while (top := _top_saved_tensors_default_hooks(True)) is not None:
+        found.append(_Packing(*top))
+        _pop_saved_tensors_default_hooks()
+    return tuple(reversed(found))
+
+
+def _put_packings(packings: Sequence[_Packing]) -> None:
+    for each in packings:
+        _push_saved_tensors_default_hooks(*each)
 
 
 def inference_guard(inference: bool) -> object:

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy import facts
 
 from ds_vertical.model.forward_coroutine import ForwardPass
 from ds_vertical.model.layers import map_layers
 from ds_vertical.model.micro_batch import MicroBatch
 from ds_vertical.model.stubs import Stubs
-from ds_vertical.model.thread_state import ThreadState, applied, inference_guard, preserved
+from ds_vertical.model.thread_state import Modes, Settings, ThreadState, applied, inference_guard, preserved
 
 RNG = {"rng"}
 CHANGES: dict[str, Callable[[], object]] = {
@@ -29,11 +31,16 @@ CHANGES: dict[str, Callable[[], object]] = {
     "autocast_cache": lambda: torch.set_autocast_cache_enabled(False),
     "autocast_nesting": lambda: (torch.autocast_increment_nesting(), torch.autocast_increment_nesting()),
     "rng": lambda: torch.rand(3),
+    "settings dtype": lambda: torch.set_default_dtype(torch.float64),
+    "settings deterministic": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "settings attention": lambda: torch.backends.cuda.enable_math_sdp(False),
+    "settings precision": lambda: torch.set_float32_matmul_precision("medium"),
 }
 NEED_A_GPU = {"device_rng", "device", "stream"}
 
 
 def now() -> dict[str, Any]:
+    assert Modes.capture() == Modes()
     return facts(ThreadState.capture())
 
 
@@ -137,7 +144,7 @@ def test_the_outer_state_is_back_after_the_block(use: str, error: type[BaseExcep
     with nullcontext() if error is None else pytest.raises(error):
         with block:
             _spoil()
-            assert changed(facts(before), now()) == {"grad", "autocast", "autocast_cache", "autocast_nesting", "rng"}
+            assert changed(facts(before), now()) == {name.split()[0] for name in CHANGES}
             if error is not None:
                 raise error("on purpose")
     assert now() == facts(before)
@@ -150,6 +157,7 @@ COLOUR: contextvars.ContextVar[str] = contextvars.ContextVar("COLOUR", default="
 
 def sight() -> tuple[Any, ...]:
     """What model code can see of the thread's state, one random number drawn included."""
+    entered = Modes.capture()
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -158,6 +166,9 @@ def sight() -> tuple[Any, ...]:
         COLOUR.get(),
         round(torch.rand(1).item(), 6),
         (torch.ones(2, 2) @ torch.ones(2, 2)).dtype,
+        torch.ones(1).item(),
+        Settings.capture(),
+        *(len(modes) for modes in (entered.functions, entered.operations, entered.packings)),
     )
 
 
@@ -201,6 +212,45 @@ def all_of_it() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def with_settings() -> Iterator[None]:
+    before = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    torch.set_default_dtype(torch.float16)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
+            yield
+    finally:
+        torch.set_default_dtype(before[0])
+        torch.set_float32_matmul_precision(before[1])
+
+
+class Doubled(TorchFunctionMode):
+    """Lets `torch.ones` give twos, and linear layers twice as much."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func in (torch.ones, nn.functional.linear) else result
+
+
+class Halved(TorchDispatchMode):
+    """Lets uniform random numbers be halves of what they are."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 0.5 if func is torch.ops.aten.rand.default else result
+
+
+def rounded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.round(decimals=1) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def in_modes() -> Iterator[None]:
+    with Doubled(), Halved(), torch.autograd.graph.saved_tensors_hooks(rounded, lambda tensor: tensor), Doubled():
+        yield
+
+
 # how one micro-batch's forward runs, its own user code
 MANNERS: dict[str, Callable[[], Any]] = {
     "plain": nullcontext,
@@ -209,6 +259,8 @@ MANNERS: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
     "inference": torch.inference_mode,
     "nested": all_of_it,
+    "settings": with_settings,
+    "modes": in_modes,
 }
 
 
@@ -255,7 +307,7 @@ def test_forwards_that_take_turns_see_their_own_state(first: str, second: str) -
         assert torch.equal(turn.result, plain.result)
 
 
-@pytest.mark.parametrize("manners", [("plain", "autocast"), ("autocast", "inside"), ("inside", "plain")])
+@pytest.mark.parametrize("manners", [("plain", "autocast"), ("autocast", "inside"), ("settings", "modes")])
 def test_a_recompute_sees_what_its_forward_saw(manners: tuple[str, str]) -> None:
     model = Witness()
     hub = now()

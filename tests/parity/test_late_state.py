@@ -5,6 +5,7 @@ Each case trains four steps and evaluates after two of them, without the self-ch
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import math
 import random
@@ -23,6 +24,7 @@ import torch
 from harness import differing, read_weights, running
 from stateful import NUM_LAYERS, Base, Block, CountUp, M, Model, batches, config_in
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers.modeling_outputs import BaseModelOutput
 
 from ds_vertical import interrupts
@@ -1033,6 +1035,48 @@ def outcome(case: type[Base], folder: Path, between: Any, *, vertical: bool, **s
     return found
 
 
+class Late(Base):
+    """Does something else from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        self.calls += 1
+        return ()
+
+    def is_late(self) -> bool:
+        return self.calls > 2 * M
+
+
+class LateHookOfATensor(Late):
+    """Puts a hook on a tensor that all blocks' code uses."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        early = self.embed(x) * 1.5
+        self.begin(x)
+        if self.is_late() and early.requires_grad:
+            early.register_hook(lambda grad: grad * 2)
+        for block in self.blocks:
+            x = block(x + early)
+        return self.head(x).square().mean()
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.tanh else result
+
+
+class LateMode(Late):
+    """Goes through its blocks inside a mode of torch's functions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with Doubled() if self.is_late() else contextlib.nullcontext():
+            return super().forward(x)
+
+
 @pytest.fixture(autouse=True)
 def users_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if it had been imported from a file beside the script."""
@@ -1059,7 +1103,7 @@ CASES: dict[type[Base], Any] = {
     **dict.fromkeys((CountedTwice, CountedTwiceByModule, Hooked), nothing),
     **dict.fromkeys((PutOnByTheForward, TakenOffByItself, ReplacedByTheForward), nothing),
     **dict.fromkeys((Keywords, Subclassed, SetInAPackage, Reshaped), nothing),
-    **dict.fromkeys((ReadFurtherOn, ReadByHooks, GivenAway), nothing),
+    **dict.fromkeys((ReadFurtherOn, ReadByHooks, GivenAway, LateHookOfATensor, LateMode), nothing),
     Lent: start,
 }
 SLOW = {
@@ -1089,6 +1133,8 @@ SLOW = {
     Lent,
     ReadByHooks,
     ClearedAtTheEnd,
+    LateHookOfATensor,
+    LateMode,
 }
 
 

@@ -156,6 +156,55 @@ def test_registered_external_parameters(tmp_path: Path) -> None:
         assert torch.allclose(weights, vertical.weights[name], rtol=1e-5, atol=1e-7), name
 
 
+class InGlue(WithBlocks):
+    """The model calls a part of each block once more, behind that block."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+            x = x + 0.1 * block.up(x)
+        return next_token_loss(self.head(self.norm(x)), labels)
+
+
+class GatedBlock(MixerBlock):
+    """Has a `__call__` of its own, which computes with a parameter around the call with hooks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.gate = nn.Parameter(torch.full((width,), 0.5))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:  # override
+        return super().__call__(x * self.gate)
+
+
+class GatedCalls(WithBlocks):
+    block = GatedBlock
+
+
+class GatedBehind(WithBlocks):
+    block = type("GatedBehindBlock", (GatedBlock,), {"__call__": lambda self, x: MixerBlock.__call__(self, x) * self.gate})
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (InGlue, r"blocks\.0\.up\.weight"),
+        pytest.param(GatedCalls, r"blocks\.0\.gate", marks=pytest.mark.slow),
+        (GatedBehind, r"blocks\.\d\.gate"),
+    ],
+)
+def test_a_blocks_parameter_that_code_outside_it_uses_is_refused_by_name(
+    tmp_path: Path, build: type[nn.Module], named: str
+) -> None:
+    """In the forward, or where the graph outside the block runs backward. It ended in torch's words, of sizes."""
+    with running(config_in(tmp_path), build, vertical=True) as (engine, model):
+        before = read_weights(model)
+        with pytest.raises(LayerError, match=rf"^{named} is used by code outside its block's forward.*register_external"):
+            engine.train_batch(iter(STEPS[0]))
+        assert engine.global_steps == 0 and all(map(torch.equal, before.values(), read_weights(model).values()))
+
+
 def test_another_optimizer_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     start_process_group()
     model = MixerModel()

@@ -355,6 +355,7 @@ PRIVATE_OF_LIBRARIES = frozenset(
     {
         "_C",
         "_InferenceMode",
+        "_backward_hooks",
         "_call_impl",
         "_cdata",
         "_compiled_call_impl",

@@ -204,7 +204,7 @@ def _agreeing(made: dict[str, Any], settings: Mapping[str, Any], layers: int) ->
     pairs = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
     for count, size in pairs if isinstance(expand, int) and isinstance(hidden, int) else ():
         if isinstance(made.get(count), int) and size in made:
-            made[size] = expand * hidden // made[count]
+            made[size] = (made.get("mamba_d_ssm") or expand * hidden) // made[count]  # the first is Falcon-H1's own width
     return made
 
 

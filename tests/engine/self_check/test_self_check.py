@@ -118,7 +118,7 @@ FOUND: list[tuple[type[Base], str]] = [
     (SharedUserDict, RAISES.format("backward of .*") + r"|layer 1 .*gradient of blocks.1"),
     (MaskOnBlocks, RAISES.format(r"forward of layer 0 \(blocks.0\)") + ".*must match"),
     (SharedContext, RAISES.format(r"forward of layer \d \(blocks.\d\)") + ".*must match"),
-    (Statistics, r"the schedule raises \w+ in .*, where torch's own order raises nothing: "),
+    (Statistics, r"^blocks\.\d\.up\.\w+ is used by code outside its block's forward.*\(.*keeps the graph of the block"),
 ]
 
 
@@ -128,7 +128,7 @@ FOUND: list[tuple[type[Base], str]] = [
 )
 def test_it_finds_what_is_not_handled(tmp_path: Path, case: type[Base], words: str) -> None:
     said = refused(tmp_path, case)
-    assert re.search(words, said) and "horizontal" in said
+    assert re.search(words, said) and ("horizontal" in said or "register_external_parameter" in said)
 
 
 GRADIENT = r"self_check: layer \d \(blocks\.\d\): the gradient of blocks\.\d\.\w+\.\w+ for micro-batch 0 differs by .*"
