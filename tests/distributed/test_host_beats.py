@@ -131,10 +131,13 @@ def test_a_listener_is_found_while_its_process_is_there(monkeypatch: pytest.Monk
     assert listener.address is not None and listener.address[0] == "127.0.0.1"
     assert any_answers([listener.address])
     listener.take()
+    said, says = os.pipe()
     child = os.fork()
     if child == 0:  # a worker that outlives its rank holds nothing
-        time.sleep(5)
+        os.write(says, b"x")
+        time.sleep(60)
         os._exit(0)
+    os.read(said, 1)
     listener.close()
     assert not any_answers([listener.address])
     os.kill(child, signal.SIGKILL)

@@ -14,6 +14,7 @@ import pytest
 from node_local_worker import Pair
 from two_hosts import TwoHosts, wait_for
 
+from ds_vertical.distributed import host_beats
 from ds_vertical.engine.checkpoint.save import POINTS
 
 pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(300)]
@@ -170,3 +171,19 @@ def test_a_link_that_drops_and_returns_is_used_again(pair: Pair) -> None:
     pair.hosts.hosts[1].set_link(True)
     wait_for(lambda: all(out.exists() for out in outs), 30)
     assert {out.read_text() for out in outs} == {f"[{3 * sum(range(40))}]"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_host_whose_ranks_are_stopped_for_longer_than_its_silence_may_last_goes_on(pair: Pair, stopped: int) -> None:
+    before = pair.hosts.inbound_bytes()["nodeB"]
+    outs = pair.start(["count", 100, 0.1])
+    wait_for(lambda: pair.hosts.inbound_bytes()["nodeB"] > before + 5000, 30)
+    pids = pair.ranks(stopped)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(host_beats.SILENCE_S + 4)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: all(out.exists() for out in outs), 60)
+    assert {out.read_text() for out in outs} == {f"[{3 * sum(range(100))}]"}

@@ -116,7 +116,8 @@ def main() -> int:
         loop(engine, rank, options.out)
     found = train(engine, rank, options.steps)
     found |= {"start": start, "loaded": loaded, "neighbours": ranks.ranks_on_this_host()}
-    found["saves"] = [told(partial(engine.save_checkpoint, str(folder))) for folder in options.save]
+    calls = [partial(engine.save_checkpoint, str(folder)) for folder in options.save]
+    found["saves"] = [told(call) if options.die is None else call() for call in calls]
     found["digest"] = harness.digest(harness.read_weights(model) | state_without_padding(engine, model, rank))
     (options.out / f"rank{rank}.json").write_text(json.dumps(found))
     return 0
