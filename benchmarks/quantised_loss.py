@@ -42,7 +42,7 @@ def build_config(source: Path, arm: str, micro_batches: int, nvme_path: Path) ->
 
 
 def train(config: Path, out: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The held-out losses of one run, by step. Raises CalledProcessError."""
+    """The held-out losses of one run, by step. Raises RuntimeError with the end of its output."""
     script = ROOT / "scripts" / "train.py"
     words = ["--model", options.model, "--steps", str(options.steps), "--eval-every", str(options.eval_every)]
     words += ["--seq", str(options.tokens), "--eval-batches", "32", "--out", str(out)]
@@ -53,7 +53,9 @@ def train(config: Path, out: Path, options: argparse.Namespace) -> list[dict[str
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
     log = out.with_suffix(".log")
     with log.open("wb") as sink:
-        subprocess.run([*launcher, *words], check=True, env=environment, stdout=sink, stderr=subprocess.STDOUT)
+        status = subprocess.run([*launcher, *words], env=environment, stdout=sink, stderr=subprocess.STDOUT).returncode
+    if status:
+        raise RuntimeError("\n".join(log.read_text(errors="replace").splitlines()[-30:]))
     return held_out((out / "metrics.jsonl").read_text())
 
 

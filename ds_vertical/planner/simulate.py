@@ -355,7 +355,7 @@ class _Simulation:
 
 
 def _moved_per_s(active: Sequence[tuple[float, Stage]]) -> tuple[float, float]:
-    """Bytes a second that move to and from the SSD, and that the ranks of a node receive. `active`: speeds, and their stages."""
+    """Bytes a second that move to and from the SSD, and that the ranks of a node receive. `active`: speeds and stages."""
     moving = [(speed / stage.seconds, stage) for speed, stage in active if stage.seconds]
     ssd = sum(each * stage.num_bytes for each, stage in moving if stage.lane in ("ssd_read", "ssd_write"))
     return ssd, sum(each * stage.received for each, stage in moving)
