@@ -208,13 +208,14 @@ class LevelSettings:
     """Collectives over two levels: the ranks of a node, and the nodes. `ranks_per_node`: those that share a copy of the
     weights; 1: there is one level. `quantized_weights`: weights cross the link as INT8, `quantized_gradients`: gradients in
     `gradient_bits` (within a node, across; None: as they are), each in blocks of `block` elements with a scale of their own.
-    `gradients`: their dtype on the way (None: fp32). `copy_share`: of the units that are fetched again in the backward, those
-    whose copy the node keeps (None: all), on the device with `copy_on_device`."""
+    `gradients`: ranks that add their gradients before these cross the link (None: those of a node). `copy_share`: of the units
+    that are fetched again in the backward, those whose copy the node keeps (None: all), on the device with
+    `copy_on_device`."""
 
     ranks_per_node: int = 1
     quantized_weights: bool = False
     quantized_gradients: bool = False
-    gradients: Literal["fp32", "bf16"] | None = None
+    gradients: int | None = None
     copy_share: float | None = None
     copy_on_device: bool = False
     gradient_bits: tuple[int | None, int | None] = (None, 4)

@@ -29,7 +29,7 @@ def scheduled_bytes(engine: Any) -> dict[str, int]:
             found["spread"] += sum(_sent_bytes([param], param.element_size(), bits, levels.block) for param in params)
         elif event.op.name == "CROSS":
             bits = levels.gradient_bits[1] if levels.quantized_gradients else None
-            found["crossed"] += _sent_bytes(trained, 2 if levels.gradients == "bf16" else _FP32_BYTES, bits, levels.block)
+            found["crossed"] += _sent_bytes(trained, _FP32_BYTES, bits, levels.block)
     return found
 
 

@@ -75,8 +75,8 @@ class Levels(BaseModel):
     """Whether weights cross the link as INT8. `prepare` moves `zero_optimization.zero_quantized_weights` here."""
     quantized_gradients: bool = False
     """Whether gradients travel quantised. `prepare` moves `zero_optimization.zero_quantized_gradients` here."""
-    gradients: Literal["fp32", "bf16"] | None = None
-    """The dtype in which gradients travel. Null: "fp32"."""
+    gradients: Annotated[int, Field(ge=1)] | None = None
+    """Ranks that add their gradients before these cross the link: a multiple of the ranks of a node. Null: those of a node."""
     copy_share: Annotated[float, Field(ge=0, le=1)] | None = None
     """Of the units that are fetched again in the backward, the share whose copy a node keeps in host memory. Null: as
     much as it has room for."""
@@ -193,7 +193,7 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "levels": (f"an object with {', '.join(map(json.dumps, Levels.model_fields))}", '{"copy_share": 0.5}'),
     "levels.ranks_per_node": ("an integer >= 1", "2"),
     **dict.fromkeys(("levels.quantized_weights", "levels.quantized_gradients"), ("true or false", "false")),
-    "levels.gradients": ('"fp32", "bf16" or null', '"bf16"'),
+    "levels.gradients": ("an integer >= 1, or null", "4 or null"),
     "levels.copy_share": ("a number from 0 to 1, or null", "0.5 or null"),
     "levels.copy_on_device": ("true or false", "false"),
     "levels.gradient_bits": ("two of null, 4 and 8: within a node, and across nodes", "[null, 4]"),

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from ds_vertical.compat import accelerator, zero_params
+from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
-from ds_vertical.distributed.levels import Issued, LevelCollectives, cut_into_chunks, joined_chunks
+from ds_vertical.distributed.levels import Issued, LevelCollectives, clear_padding, cut_into_chunks, joined_chunks
 from ds_vertical.distributed.quantize import Quantizer
 from ds_vertical.distributed.topology import Topology, topology_of
 from ds_vertical.errors import ConfigError
@@ -24,7 +25,6 @@ from ds_vertical.schedule.trace import Tracer
 from ds_vertical.types import LevelSettings, RunSettings, Unit
 
 _WEIGHT_BITS = 8
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SIZE_KEY = "zero_optimization.zero_hpz_partition_size"
 
 _opened: dict[Topology, tuple[object, LevelCollectives]] = {}  # with the process group's store
@@ -32,20 +32,29 @@ _opened: dict[Topology, tuple[object, LevelCollectives]] = {}  # with the proces
 
 def topology_for(settings: LevelSettings) -> Topology:
     """The ranks' topology. Collective. Raises ConfigError, on all ranks alike, where they do not make such nodes."""
-    size, hosts = settings.ranks_per_node, ranks.all_gathered(host_id())
+    return topology_on(ranks.all_gathered(host_id()), settings)
+
+
+def topology_on(hosts: Sequence[str], settings: LevelSettings) -> Topology:
+    """The topology of ranks on `hosts` (`host_id()` of each). Raises ConfigError where they do not make such nodes."""
+    size = settings.ranks_per_node
     if len(hosts) % size:
         raise ConfigError(
             f"{_SIZE_KEY}: got {size}, which does not divide the number of ranks, {len(hosts)}; write the number of ranks on a"
             " node, the same on all nodes"
         )
     split = [hosts[first : first + size] for first in range(0, len(hosts), size)]
-    if mixed := next((number for number, node in enumerate(split) if len(set(node)) > 1), None):
+    topology_of(
+        hosts, pair=size, node=settings.gradients
+    )  # refuses hosts that are interleaved, or have unequal numbers of ranks
+    mixed = next((number for number, node in enumerate(split) if len(set(node)) > 1), None)
+    if mixed is not None:
         told = ", ".join(f"rank {mixed * size + number} on {host.split()[0]}" for number, host in enumerate(split[mixed]))
         raise ConfigError(
             f"{_SIZE_KEY}: got {size}, by which a node is not on one host: {told}; give each host as many ranks as the others,"
             f" {size} or a multiple of it, one host after the other in the hostfile, or write 1"
         )
-    return topology_of([str(rank // size) for rank in range(len(hosts))], pair=size, node=size)
+    return topology_of([str(rank // size) for rank in range(len(hosts))], pair=size, node=settings.gradients or size)
 
 
 def refuse_levels(settings: RunSettings) -> None:
@@ -91,6 +100,8 @@ class UnitLevels:
     def __init__(self, settings: LevelSettings, tracer: Tracer) -> None:
         self.topology, self._collectives = _open(settings)
         self._collectives.trace(tracer)
+        if settings.quantized_weights or settings.quantized_gradients:
+            load.block_quantizer()  # compiled here, and not on a hop's thread in mid-step
         self._settings = settings
         self._copies: dict[Unit, _Copy] = {}
 
@@ -116,7 +127,7 @@ class UnitLevels:
         full, and what waits for that. `version`: of the unit's files."""
         if arrival.spreads:
             groups, what = _by_dtype(params), f"{unit}SPREAD"
-            parts = [self._collectives.spread(_own_chunk(group), self._quantizer(group), what) for group in groups]
+            parts = [self._collectives.spread(self._own_chunk(group), self._quantizer(group), what) for group in groups]
             copy = _Copy(groups, parts, version)
         else:
             copy, what = self._copies[unit], f"{unit}FETCH"
@@ -158,6 +169,11 @@ class UnitLevels:
         """Forget the copies: the pass that has kept them was cut."""
         self._copies.clear()
 
+    def _own_chunk(self, group: Sequence[ZeroParam]) -> torch.Tensor:
+        chunk = torch.cat([zero_params.shard(param) for param in group])
+        clear_padding(chunk, [zero_params.full_numel(param) for param in group], ranks.rank(), self.topology.world)
+        return chunk
+
     def _quantizer(self, group: Sequence[ZeroParam]) -> Quantizer | None:
         if not self._settings.quantized_weights:
             return None
@@ -169,10 +185,6 @@ def _by_dtype(params: Sequence[ZeroParam]) -> list[list[ZeroParam]]:
     for param in params:
         found.setdefault(zero_params.shard_dtype(param), []).append(param)
     return list(found.values())
-
-
-def _own_chunk(params: Sequence[ZeroParam]) -> torch.Tensor:
-    return torch.cat([zero_params.shard(param) for param in params])
 
 
 # ---- gradients
@@ -192,7 +204,6 @@ class LevelReductions:
         dtype, numels = sums[0].dtype, [total.numel() for total in sums]
         sizes = [-(-numel // count) for numel in numels]
         rows = cut_into_chunks(sums, self._topology.order).div_(count)
-        rows = rows.to(_DTYPES[self._settings.gradients or "fp32"] if dtype is torch.float32 else dtype)
         within, across = self._quantizers(tuple(sizes))
         summed = self._collectives.reduce(rows, within, f"{unit}REDUCE")
         issued = self._collectives.cross(summed, across, f"{unit}CROSS")

@@ -23,8 +23,8 @@ from ds_vertical.types import Unit
 def units_to_copy(events: Sequence[Event], share: float) -> tuple[Unit, ...]:
     """The units whose copy is kept: of those that are fetched again the given share, the last layers first, since their copies
     wait for the shortest time."""
-    counts = Counter(event.layer for event in events if _is_fetch(event))
-    again = [unit for unit, count in counts.items() if count > 1 and unit is not None]
+    counts: Counter[Unit | None] = Counter(event.layer for event in events if _is_fetch(event))
+    again: list[Unit] = [unit for unit, count in counts.items() if count > 1 and unit is not None]
     layers = sorted((unit for unit in again if isinstance(unit, int)), reverse=True)
     outside: list[Unit] = [*filter(lambda unit: not isinstance(unit, int), again)]
     chosen = [*layers, *outside][: round(share * len(again))]

@@ -75,7 +75,7 @@ def test_the_share_of_copies() -> None:
         ({"zero_quantized_weights": True}, {}, "zero_optimization.zero_quantized_weights: got true without"),
         ({"zero_quantized_gradients": 1}, {}, "zero_optimization.zero_quantized_gradients: got true without"),
         ({}, {"copy_share": 0.5}, "vertical_schedule.levels.copy_share: got 0.5 without"),
-        ({}, {"gradients": "bf16"}, 'vertical_schedule.levels.gradients: got "bf16" without'),
+        ({}, {"gradients": 4}, "vertical_schedule.levels.gradients: got 4 without"),
         ({}, {"gradient_bits": [8, 4]}, "vertical_schedule.levels.gradient_bits: got [8, 4] without"),
         ({"zero_hpz_partition_size": 2}, {"copy_on_device": True}, "vertical_schedule.levels.copy_on_device: got true"),
         ({"zero_hpz_partition_size": 2}, {"ranks_per_node": 4}, "vertical_schedule.levels.ranks_per_node: got 4 with"),
@@ -92,7 +92,7 @@ def test_each_refusal_names_path_and_value_and_what_to_write(zero: Any, levels: 
     ("key", "value", "need"),
     [
         ("copy_share", 1.5, "a number from 0 to 1, or null"),
-        ("gradients", "fp16", '"fp32", "bf16" or null'),
+        ("gradients", "bf16", "an integer >= 1, or null"),
         ("gradient_bits", [4], "two of null, 4 and 8"),
         ("gradient_bits", [None, 3], "two of null, 4 and 8"),
         ("block", 3, "an even integer >= 2"),
