@@ -256,6 +256,9 @@ def batch(model: nn.Module, index: int, attempt: Attempt = Attempt()) -> Batch:
         made |= {name: make(making) for name, make in makers.items() if name in wanted and name not in made}
     if made.keys() >= {"input_ids", "inputs_embeds"}:
         del made["inputs_embeds"]
+    tower = getattr(getattr(model, "model", None), "vision_tower", None)
+    if config.model_type == "llava" and not hasattr(tower, "patch_size"):
+        made.pop("image_sizes", None)  # which it divides by that of Pixtral's tower
     made |= _targets(model, made, ids, names)
     return {name: value for name, value in made.items() if name in names}
 
