@@ -156,7 +156,7 @@ def test_several_nodes_need_links_and_plans_have_levels_where_runs_have(
         section = load_section(found["config"])
         assert section is not None
         levels = section.levels
-        assert (levels.ranks_per_node, levels.copy_share) == ((4, 1.0) if copied else (None, None))
+        assert (levels.ranks_per_node, levels.copy_share) == ((4, 1.0) if copied else (1, None))
         assert any(item["what"] == "copies of the weights" for item in found["memory"]) is bool(copied)
         if copied:  # all weights and fp32 gradients cross once, half of them into each node
             assert found["into_node_bytes"] == pytest.approx(found["model"]["elements"] * (2 + 4) / 2, rel=0.02)

@@ -215,7 +215,8 @@ def check_command(words: list[str]) -> None:
     if program == "ds-vertical":
         own, _, script = " ".join(rest).partition(" -- ")
         name, *given = own.split()
-        assert [flag for flag in flags(given) if flag not in help_of(name)] == [], name
+        known = help_of(name, *(word for word in given if word == "--links" and name == "limits"))
+        assert [flag for flag in flags(given) if flag not in known] == [], name
         for option in ("--config", "--stock-config", "--model"):
             path = given[given.index(option) + 1] if option in given else ""
             assert not path.startswith("configs/") or (ROOT / path).is_file(), path

@@ -1,0 +1,114 @@
+"""The steps that the planner's simulation predicts for arms that `twonode.py` has measured, beside the measured ones.
+
+    ds-vertical limits --path /tmp --out host.json
+    python benchmarks/twonode_plan.py RECORD.json ... --machine host.json --core-s-per-byte 1.1e-9 [--json FILE]
+
+The two hosts of the rig are one machine, whose cores and SSD the ranks of both share. So with four ranks each has a fourth of
+what `limits` finds, and the bytes that all ranks receive load the same cores. The link has the rate that the record says.
+`--core-s-per-byte`: what `ds-vertical limits --links` finds for a byte that a rank receives. Arms that the simulation knows:
+flat, levels, int8, int8_int4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import twonode
+
+from ds_vertical.cli.plan.command import time_pieces
+from ds_vertical.cli.plan.fake_run import read_spec
+from ds_vertical.model.hf import read_fields
+from ds_vertical.planner import memory_budget
+from ds_vertical.planner.candidate import Candidate, Choice
+from ds_vertical.planner.linear_program import LpProblem
+from ds_vertical.planner.machine import Machine, Profile, read_profile
+from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
+from ds_vertical.planner.network import Network, copy_share
+
+WINDOW: Final = 1  # prefetch_layers of all arms
+DELAY: Final = 0.25  # their optimizer_delay
+NODES: Final = 2
+BLOCK: Final = 256
+# By the arm's name: how its collectives go, see `Network`
+ARMS: Final[dict[str, Mapping[str, Any]]] = {
+    "flat": {},
+    "levels": {"levels": True},
+    "int8": {"levels": True, "weight_bytes": 1 + 4 / BLOCK},
+    "int8_int4": {"levels": True, "weight_bytes": 1 + 4 / BLOCK, "gradient_bytes": (None, 0.5 + 4 / BLOCK)},
+}
+
+
+def rank_machine(profile: Profile, num_ranks: int, link_bytes_per_s: float, core_s_per_byte: float) -> Machine:
+    """This machine as one of all ranks sees it, with the link between the hosts. What is within a host is a copy in memory."""
+    whole = profile.machine.shared(num_ranks)
+    local = profile.machine.copy_host_bytes_per_s
+    # the load of one host's ranks is counted; the other host's ranks load the same cores
+    return replace(
+        whole,
+        net_cross_bytes_per_s=link_bytes_per_s,
+        net_local_bytes_per_s=None if local is None else local / num_ranks,
+        net_core_s_per_byte=NODES * core_s_per_byte,
+    )
+
+
+def candidate(
+    record: Mapping[str, Any], spec: ModelSpec, seconds: Seconds, network: Network, profile: Profile, machine: Machine
+) -> Candidate:
+    """An arm's step."""
+    division = Division(
+        1, num_shards=network.num_ranks, generations=2, part_elements=memory_budget.PART_ELEMENTS, network=network
+    )
+    terms = memory_budget.BudgetTerms(record["micro_batches"], WINDOW, held_share=DELAY, one_memory=True)
+    shape = shape_of(spec, seconds, division)
+    case = LpProblem(shape, machine, terms, profile.capacity, DELAY, True)
+    choice = Choice(1, record["micro_batches"], 1, WINDOW, DELAY, True, shape.placement, copy_share=copy_share(network))
+    return Candidate(choice, case, 0.0, ())
+
+
+def predicted(record: Mapping[str, Any], profile: Profile, core_s_per_byte: float) -> dict[str, dict[str, float]]:
+    """By arm of a record: the predicted step, the measured one, and their ratio."""
+    ranks = NODES * record["ranks_per_node"]
+    fields = read_fields(twonode.ROOT / "configs" / "models" / f"{record['model']}.json")
+    spec = read_spec(record["model"], fields, record["tokens"], record["dtype"], None)
+    seconds = time_pieces(spec, fields, 1).times(ranks)
+    rate = twonode.rate_of(record["rate"])
+    assert rate is not None  # a link without a limit has no rate
+    machine = rank_machine(profile, ranks, rate, core_s_per_byte)
+    found = {}
+    for name in [name for name in record["arms"] if name in ARMS]:
+        network = Network(NODES, record["ranks_per_node"], reduces_twice=True, **ARMS[name])
+        step_s, measured_s = candidate(record, spec, seconds, network, profile, machine).step_s, record["arms"][name]["step_s"]
+        found[name] = {"predicted_s": step_s, "measured_s": measured_s, "predicted_over_measured": step_s / measured_s}
+    return found
+
+
+def main() -> int:
+    """Prints a line for each arm of each record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path, nargs="+", help="of `twonode.py --json`")
+    parser.add_argument("--machine", required=True, help="file of `ds-vertical limits --out`")
+    parser.add_argument("--core-s-per-byte", type=float, required=True)
+    parser.add_argument("--json", type=Path, help="write the result there")
+    options = parser.parse_args()
+    profile, results = read_profile(options.machine), {}
+    for path in options.records:
+        record = json.loads(path.read_text())
+        results[path.name] = predicted(record, profile, options.core_s_per_byte)
+        for name, each in results[path.name].items():
+            ratio = each["predicted_over_measured"]
+            print(
+                f"{record['rate']}, M = {record['micro_batches']}, {name}: {each['predicted_s']:.2f} s predicted, {ratio:.2f} of measured"
+            )
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
