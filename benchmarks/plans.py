@@ -2,7 +2,7 @@
 
     python benchmarks/plans.py [--only TEXT]
 
-Writes benchmarks/plans/<date>.json, where no row is left out. Takes some minutes, and measures nothing.
+Without --only it writes benchmarks/plans/<date>.json. It takes some minutes, and measures nothing.
 """
 
 from __future__ import annotations

@@ -154,8 +154,8 @@ class TwoHosts:
     """Two hosts in a new folder below `base`, linked at `rate`; to be used in a `with` block.
 
     `slow`: {name: percent of its half of this machine's cores that the host has}. Where it is given, the other host has its
-    half and no more. `disks`: {name: bytes/s of reads and writes that the host's disk has}, of one host; see
-    `cli.bench.disk_limit` for what is limited. Raises RigError, ConfigError.
+    half and no more. `disks`: {name: bytes/s of reads and writes that the host's disk has}, for one host at most;
+    see `cli.bench.disk_limit` for what is limited. Raises RigError, ConfigError.
 
     `folder`: the new folder, which both hosts see. `shared`: a folder in it, in which commands are run. `ssd`: a path at which
     each host has a folder of its own. `bin`: the folder with the commands `ssh` and `pdsh` that reach these hosts.
@@ -209,7 +209,7 @@ class TwoHosts:
 
     @contextlib.contextmanager
     def _groups(self) -> Iterator[dict[str, list[str]]]:
-        """{name: control groups} for as long as the block runs; none where nothing is slow."""
+        """{name: control groups} for as long as the block runs; [] for a host that is not limited."""
         shares = {name: self._slow.get(name, 100.0) / 100 / len(NAMES) for name in NAMES} if self._slow else {}
         with contextlib.ExitStack() as stack:
             found: dict[str, list[str]] = {name: [] for name in NAMES}

@@ -40,7 +40,7 @@ class HostBeats:
     them for ever: it calls `exchange`. The thread of the watch never waits for the store: it calls `tick` and `lost`.
 
     `hosts`: the ids of all ranks' hosts, in the order of the ranks; empty until all ranks have introduced themselves.
-    `listener`: by which other hosts find that this process is there; None: they do not ask.
+    `listener`: shows other hosts that this process is there; None: they do not ask.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ _Hops = Sequence[tuple[Level, _Hop]]
 
 
 class Issued(Generic[T]):
-    """A collective that this rank has issued. `form`: from what its last hop gives to the result. `what`: for traces."""
+    """A collective that this rank has issued. `form`: makes the result of what the last hop gives. `what`: for traces."""
 
     def __init__(self, form: Callable[[torch.Tensor], T], what: str = "") -> None:
         self.what = what

@@ -271,7 +271,7 @@ class _Pass:
         return self._fetch(_unit(event), None)
 
     def _fetch(self, unit: Unit, step: Ticket | None) -> Ticket | None:
-        """Where a SPREAD follows, that returns the ticket: whoever uses the unit waits for it."""
+        """Where a SPREAD follows, `spread` returns the ticket instead: whoever uses the unit waits for it."""
         arrival = self._coming[unit].popleft()
         ticket = self.params.fetch(unit, step, arrival)
         if not arrival.spreads:

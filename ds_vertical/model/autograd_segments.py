@@ -15,9 +15,9 @@ one is in segment 0, which runs last in any case.
 
 [Note: hooks of tensors] A hook that the model's code puts on a tensor (`Tensor.register_hook`) gets the sum of all gradients of
 that tensor in stock, once. Here autograd calls it for each gradient that stops at the tensor, to wait for the tensor's segment,
-and once more in that segment. So hooks that are put on in a forward pass over gradients that stop (`watching_hooks`). The
-gradient of a parameter outside the layers comes from several segments, too: where it has hooks, these wait for the last one
-(`ParameterHooks`).
+and once more in that segment. So a hook that is put on in a forward does nothing for a gradient that stops (`watching_hooks`).
+The gradient of a parameter outside the layers comes from several segments, too: where it has hooks, these wait for the last
+one (`ParameterHooks`).
 """
 
 from __future__ import annotations

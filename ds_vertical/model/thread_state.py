@@ -240,14 +240,14 @@ class Modes:
         return Modes(functions, operations, self.packings[len(others.packings) :])
 
     def on_top_of(self, others: Modes) -> Modes:
-        """Others, and inside them these."""
+        """The others, and inside them these. No mode is there twice."""
         if self == _NO_MODES:
             return others
         mine = self.beyond(others)
         return Modes(others.functions + mine.functions, others.operations + mine.operations, others.packings + self.packings)
 
     def within(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which these are inside the modes that there are, as far as they are not among them."""
+        """Within the block these modes are on, too, inside those of the thread. No mode is there twice."""
         outer = Modes.capture()
         return Changed(outer.apply, self.on_top_of(outer).apply)
 

@@ -83,8 +83,8 @@ class Choice:
 
 
 def _uncollected(function: Callable[_Given, _Found]) -> Callable[_Given, _Found]:
-    """Let no garbage be collected meanwhile: what a simulation makes is in no cycle, and the collector would look at all that
-    the process holds, which has imported torch, again and again."""
+    """Let no garbage be collected meanwhile. What a simulation makes is in no cycle. The collector would look at all objects of
+    the process again and again, which are many once torch is imported."""
 
     @wraps(function)
     def called(*args: _Given.args, **kwargs: _Given.kwargs) -> _Found:

@@ -101,8 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=10, help="steps per run, 2 or more (default 10)")
     parser.add_argument("--repeat", type=int, default=1, help="runs per arm, interleaved (default 1)")
     parser.add_argument("--num-ranks", type=int, default=1, help="processes on this machine (default 1)")
-    parser.add_argument(HOSTFILE, type=Path, metavar="FILE", help="train on the hosts of DeepSpeed's hostfile instead")
-    parser.add_argument("--master-addr", metavar="ADDRESS", help="of the first host, where the launcher finds a wrong one")
+    parser.add_argument(HOSTFILE, type=Path, metavar="FILE", help="train on the hosts of DeepSpeed's hostfile")
+    parser.add_argument("--master-addr", metavar="ADDRESS", help="of the first host, if others do not reach its own")
     parser.add_argument(disk_limit.OPTION, metavar="READ,WRITE", help=disk_limit.HELP)
     parser.add_argument("--vertical-only", action="store_true", help="leave stock out: nothing is compared")
     parser.add_argument(

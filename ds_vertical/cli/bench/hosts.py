@@ -25,8 +25,8 @@ _REACH_S: Final = 60.0
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts in a hostfile, with their numbers of ranks, in its order. `master`: the first one's address for the others,
-    None where the launcher shall ask it."""
+    """The hosts in a hostfile, with their numbers of ranks, in its order. `master`: the address by which the others reach the
+    first one; None: the launcher asks that host."""
 
     hostfile: Path
     slots: Mapping[str, int]
@@ -38,7 +38,7 @@ class Hosts:
         return sum(self.slots.values())
 
     def options(self, port: int) -> list[str]:
-        """The launcher's."""
+        """The launcher's options."""
         master = [] if self.master is None else ["--master_addr", self.master]
         return ["--hostfile", str(self.hostfile), "--master_port", str(port), *master]
 
@@ -67,7 +67,7 @@ class Hosts:
 
 
 def _run_on(host: str, command: str) -> str:
-    """Run a command there; "" if it has succeeded, else why not."""
+    """Run a command on a host; returns "" where it succeeded, else why it did not."""
     try:
         done = subprocess.run(
             ["ssh", host, command], capture_output=True, text=True, timeout=_REACH_S, stdin=subprocess.DEVNULL

@@ -34,8 +34,8 @@ class RunError(Exception):
 class Script:
     """What is run, and how: `num_steps` steps on `num_ranks` local processes, under a disk limit if there is a `group`, with
     the variables `environment` besides this process's. An argument that names the file `config` names a run's own JSON there.
-    `with_local_rank`: whether the launcher gives the script `--local_rank`, as it does by itself. `hosts`: on which the ranks
-    are instead of on this machine.
+    `with_local_rank`: whether the launcher gives the script `--local_rank`, as it does by itself. `hosts`: the
+    ranks are on these; None: on this machine.
     """
 
     path: Path
@@ -145,7 +145,7 @@ def terminations_raised() -> Iterator[None]:
 
 
 def _local_options(num_ranks: int) -> list[str]:
-    """The launcher's. No host file: a machine that has /job/hostfile would otherwise train on all its hosts."""
+    """The launcher's options. No host file: a machine that has /job/hostfile would otherwise train on all its hosts."""
     return ["--hostfile", os.devnull, *_devices(num_ranks), "--master_port", str(_free_port())]
 
 
@@ -164,7 +164,7 @@ def _free_port() -> int:
 
 
 def _any_port() -> int:
-    """Of another host's, where nobody can ask which are free: below those that kernels give to clients."""
+    """A port of another host. Nobody here can ask which are free there, so it is below those that kernels give to clients."""
     return 20000 + secrets.randbelow(10000)
 
 

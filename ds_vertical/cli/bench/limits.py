@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size-mb", type=int, default=256, help="MB per transfer (default 256)")
     parser.add_argument("--rounds", type=int, default=3, help="the median of so many counts, of a layer the mean (default 3)")
     parser.add_argument("--tune-aio", action="store_true", help="try aio settings first; plans write the fastest ones")
-    parser.add_argument("--links", action="store_true", help="links between ranks instead; see `limits --links --help`")
+    parser.add_argument("--links", action="store_true", help="only the links between ranks; see `limits --links --help`")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
     parser.add_argument("--no-fio", action="store_true", help="do not measure with fio too")

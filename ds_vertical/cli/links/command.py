@@ -53,9 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--links", action="store_true", required=True, help="measure the links between ranks, and nothing else")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--hostfile", type=Path, help="DeepSpeed's: a line `HOST slots=N` for each host")
-    where.add_argument("--num-ranks", type=int, help="so many ranks on this host")
+    where.add_argument("--num-ranks", type=int, help="measure this many ranks of this host")
     parser.add_argument("--size-mb", type=int, default=64, help="MB that are gathered at a time (default 64)")
-    parser.add_argument("--rounds", type=int, default=5, help="the fastest of so many counts (default 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="the fastest of this many counts (default 5)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
     return parser

@@ -83,9 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--speculation", action="store_true", help=speculation)
     stop = "stop: without clipping, early steps in place, with one generation of files (default: where two do not fit)"
     parser.add_argument("--on-nonfinite", choices=("skip", "stop"), help=stop)
-    parser.add_argument("--num-ranks", type=int, default=1, help="GPUs of a machine (default 1)")
+    parser.add_argument("--num-ranks", type=int, default=1, help="ranks (GPUs) of a machine (default 1)")
     parser.add_argument("--nodes", type=int, default=1, help="machines like this one (default 1)")
-    parser.add_argument("--links", type=Path, help="file of `ds-vertical limits --links --out`: what carries between ranks")
+    parser.add_argument("--links", type=Path, help="file of `ds-vertical limits --links --out`: rates between ranks")
     names = ", ".join(profile.shipped())
     parser.add_argument("--machine", help=f"file of `ds-vertical limits --out`, or {names} (default: this one's limits)")
     paths = "folder on the SSD (default /tmp/ds_vertical); several: one on each SSD"

@@ -139,8 +139,8 @@ def find_places(save_dir: Path, what: str) -> Places:
 @dataclass(frozen=True)
 class Held:
     """What one rank's host holds of a tag. `save`: which save the tag's folder is of (None: there is none). `there`: the
-    tag's folder, and what saves that ended half-way have left beside it. `lacks`: what of this rank's there is not. `saved_on`:
-    by rank, the host that has saved its files, where that is written. `complete`: all complete tags there are."""
+    tag's folder, and what saves that ended half-way have left beside it. `lacks`: this rank's missing files. `saved_on`: by
+    rank, the host that has saved its files, where that is written. `complete`: all complete tags on the host."""
 
     host: str
     boot: str
@@ -169,10 +169,10 @@ def agreed_latest(load_dir: Path, own: str | None) -> str | None:
 
 
 def settle(load_dir: Path, tag: str) -> None:
-    """Return where all hosts hold one save of the tag, and each its ranks' files of it. Where a save has died half-way, first
-    put the old folder back, see [Note: a save that ends half-way]. Collective; does nothing where all ranks are on one host.
+    """Where a save has died half-way, put the old folder back, see [Note: a save that ends half-way]. Then check that all hosts
+    hold the same save of the tag, each with its ranks' files. Collective; does nothing where all ranks are on one host.
 
-    Raises CheckpointError that names hosts, ranks and files, on all ranks.
+    Raises CheckpointError that names hosts, ranks and files, on all ranks, where they do not.
     """
     if ranks.ranks_on_this_host() == ranks.world_size():
         return

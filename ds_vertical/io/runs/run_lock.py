@@ -1,12 +1,12 @@
 """A run's folder says by its lock files whose it is: `rank<r>.lock`, with the run's id and its owner's process, and a flock.
 
 They are read through the folder's descriptor. A lock that does not say so is another program's, and so may be the folder.
+Imports neither torch nor deepspeed.
 
 [Note: boots] A lock also names the kernel's boot. Two processes with one boot see each other's flocks, whatever their hostnames
 are (containers). A process id means something within one boot only. A lock of another boot under this host's name is of this
 host before its last start, or of another host that was made from a copy of its image. On a local file system it can only be the
-former, so its owner is gone. On a file system that hosts may share it is treated as another host's. Imports neither torch nor
-deepspeed.
+former, so its owner is gone. On a file system that hosts may share it is treated as another host's.
 """
 
 from __future__ import annotations

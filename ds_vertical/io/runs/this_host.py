@@ -1,4 +1,4 @@
-"""What tells this host from all others, and which files no other host can see. A hostname does not tell where hosts start from
+"""What tells this host from all others, and which files no other host can see. A hostname is not enough: hosts may start from
 copies of one image. Imports neither torch nor deepspeed."""
 
 from __future__ import annotations
