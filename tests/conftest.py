@@ -37,7 +37,7 @@ SLOW_MEMBERS = {
     "test_ahead.py::test_destroy_completes_what_is_ahead[1.0]",
     "test_ahead.py::test_whatever_comes_between_two_steps_is_as_if_nothing_were_ahead[1.0-evaluate-LateReads]",
     "test_budget.py::test_the_budget_is_what_is_allocated[some in host memory]",
-    "test_collective_replay.py::test_a_step_that_fails_anywhere_leaves_nobody_alone[horizontal-True]",
+    "test_collective_replay.py::test_a_step_that_fails_anywhere_leaves_nobody_alone[horizontal-None-True]",
     "test_compiled.py::test_whatever_way_blocks_are_compiled[Forwards]",
     "test_compiled.py::test_whatever_way_blocks_are_compiled[Function]",
     "test_crash.py::test_a_process_killed_at_any_point_of_a_save_leaves_a_checkpoint_that_loads[again]",
