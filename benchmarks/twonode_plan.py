@@ -103,7 +103,8 @@ def main() -> int:
         for name, each in results[path.name].items():
             ratio = each["predicted_over_measured"]
             print(
-                f"{record['rate']}, M = {record['micro_batches']}, {name}: {each['predicted_s']:.2f} s predicted, {ratio:.2f} of measured"
+                f"{record['rate']}, M = {record['micro_batches']}, {name}:"
+                f" {each['predicted_s']:.2f} s predicted, {ratio:.2f} of measured"
             )
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
