@@ -102,8 +102,10 @@ def main() -> int:
         results[path.name] = predicted(record, profile, options.core_s_per_byte)
         for name, each in results[path.name].items():
             ratio = each["predicted_over_measured"]
-            what = f"{record['rate']}, M = {record['micro_batches']}, {name}"
-            print(f"{what}: {each['predicted_s']:.2f} s predicted, {ratio:.2f} of measured")
+            print(
+                f"{record['rate']}, M = {record['micro_batches']}, {name}:"
+                f" {each['predicted_s']:.2f} s predicted, {ratio:.2f} of measured"
+            )
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
     return 0
