@@ -194,7 +194,8 @@ class _Direction:
     """The lanes and process groups of the weights, or of the gradients; see [Note: lanes]."""
 
     def __init__(self, name: str, topology: Topology, rank: int) -> None:
-        self.groups = {level: ranks.own_subgroup(f"{name} {level.value}", topology.hop(level, rank)) for level in Level}
+        cut = f"{topology.world}/{topology.node}/{topology.pair}"
+        self.groups = {level: ranks.own_subgroup(f"{name} {level.value} {cut}", topology.hops(level)) for level in Level}
         threaded = accelerator.device_name() == "cpu"
         self._lanes = {level: _Lane(f"ds_vertical {name} {level.value}", threaded) for level in Level}
         self.tracer = Tracer()

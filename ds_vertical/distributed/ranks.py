@@ -25,7 +25,9 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _Group = torch.distributed.ProcessGroup
-_groups: dict[tuple[str, tuple[int, ...]], tuple[object, _Group]] = {}  # by purpose and ranks, with the process group's store
+_groups: dict[
+    tuple[str, tuple[tuple[int, ...], ...]], tuple[object, _Group]
+] = {}  # by purpose and ranks, with the process group's store
 _watch: FailureWatch | None = None
 _watched: object = None  # the process group's store
 
@@ -48,29 +50,31 @@ def own_group(purpose: str) -> torch.distributed.ProcessGroup | None:
         return None
     if accelerator.device_name() != "cpu":
         return torch.distributed.group.WORLD
-    return _made_once(purpose, ())
+    return _made_once(purpose, (tuple(range(world_size())),))
 
 
-def own_subgroup(purpose: str, members: Sequence[int]) -> torch.distributed.ProcessGroup | None:
-    """As `own_group`, of the ranks `members` in ascending order, this one among them; collective among them. None where there
-    is one. On a GPU one group serves all purposes: its ranks issue kernels in one order."""
-    if len(members) == 1:
+def own_subgroup(purpose: str, parts: Sequence[tuple[int, ...]]) -> torch.distributed.ProcessGroup | None:
+    """As `own_group`, of those ranks among whom this one is: `parts` has each rank once, in ascending order, and is the same on
+    all ranks. Collective among all ranks. None where this rank is by itself. On a GPU one group serves all purposes: its ranks
+    issue kernels in one order."""
+    if all(len(members) == 1 for members in parts):
         return None
-    return _made_once(purpose if accelerator.device_name() == "cpu" else "", tuple(members))
+    return _made_once(purpose if accelerator.device_name() == "cpu" else "", tuple(parts))
 
 
-def _made_once(purpose: str, members: tuple[int, ...]) -> torch.distributed.ProcessGroup:
-    """Of all ranks where there are no `members`. A group is made again where the process group's store is another one."""
+def _made_once(purpose: str, parts: tuple[tuple[int, ...], ...]) -> torch.distributed.ProcessGroup:
+    """All ranks make the groups of all parts, in one order: torch names a group by how many a rank has made. A group is made
+    again where the process group's store is another one."""
     store = torch.distributed.distributed_c10d._get_default_store()
-    key = purpose, members
+    key = purpose, parts
     if key not in _groups or _groups[key][0] is not store:
         whole = torch.distributed.group.WORLD
         assert whole is not None  # there are ranks
         limit = whole._get_backend(torch.device(accelerator.device_name())).options._timeout
-        ranks = list(members) or None
-        made = torch.distributed.new_group(ranks, timeout=limit, use_local_synchronization=ranks is not None)
-        assert isinstance(made, torch.distributed.ProcessGroup)  # this rank is in it
-        _groups[key] = store, made
+        made = {members: torch.distributed.new_group(list(members), timeout=limit) for members in parts}
+        own = next(group for members, group in made.items() if rank() in members)
+        assert isinstance(own, torch.distributed.ProcessGroup)  # this rank is in it
+        _groups[key] = store, own
     return _groups[key][1]
 
 

@@ -68,6 +68,10 @@ class Topology:
         first = rank - rank // step % width * step
         return tuple(range(first, first + width * step, step))
 
+    def hops(self, level: Level) -> tuple[tuple[int, ...], ...]:
+        """All hops of a level, each once."""
+        return tuple(sorted({self.hop(level, rank) for rank in range(self.world)}))
+
     @property
     def order(self) -> tuple[int, ...]:
         """The ranks, ordered by (a, b, c): the order of chunks in memory."""

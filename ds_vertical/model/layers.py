@@ -415,4 +415,18 @@ def refuse_use_outside(blocks: Sequence[Block], params: Iterable[object], error:
             ) from error
 
 
+def refuse_parameter_hooks(layers: LayerMap) -> None:
+    """Raise LayerError for a parameter of a layer or of the suffix that has a hook, where a micro-batch calls the model several
+    times: each call runs backward by itself, and such a hook would be called with a part of the gradient."""
+    hooked = {id(param) for unit, params in layers.units.items() if unit != PRE for param in params if param._backward_hooks}
+    if not hooked:
+        return
+    named = ((_join(each.path, name), param) for each in layers.blocks for name, param in each.module.named_parameters())
+    name = next((name for name, param in named if id(param) in hooked), "a parameter of the code behind the layers")
+    raise LayerError(
+        f"{name} has a hook (register_hook), and a micro-batch calls the model several times: the hook would be called with the"
+        ' gradient of one call at a time; change gradients in the model\'s code, or set "vertical_schedule.enabled": false'
+    )
+
+
 _OF_NO_ELEMENTS: Final = ("(0)", "[0]", "must be a matrix", "must be 2-D", "0-D", "dimension specified as 0")

@@ -20,7 +20,7 @@ from ds_vertical.model.batch import LossOf, own_loss
 from ds_vertical.model.block_call import requires_grad
 from ds_vertical.model.boundary_tensors import BoundaryTensors
 from ds_vertical.model.forward_coroutine import ForwardCoroutine, ForwardPass
-from ds_vertical.model.layers import refuse_use_outside
+from ds_vertical.model.layers import refuse_parameter_hooks, refuse_use_outside
 from ds_vertical.model.recorded_blocks import RecordedBlocks
 from ds_vertical.model.state.tracks import PREFIX
 from ds_vertical.model.thread_state import ThreadState
@@ -58,6 +58,8 @@ class MicroBatch:
         self._layers = shared.layers
         self._modules = shared.modules
         self._calls = range(shared.num_calls)
+        if shared.keep and shared.num_calls > 1:
+            refuse_parameter_hooks(shared.layers)
         through = None if shared.watch is None else shared.watch.reach_through
         explain = partial(refuse_use_outside, shared.layers.blocks)
         outside = frozenset(map(id, shared.layers.units[PRE]))

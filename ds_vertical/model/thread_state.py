@@ -69,7 +69,7 @@ class Settings:
     dtype: torch.dtype
     deterministic: tuple[bool, bool]  # are operations to be; is that a warning only
     attention: tuple[bool, bool, bool, bool]  # which kernels may be taken
-    precision: str
+    precision: str | None  # of products in fp32; None where the script has set torch's newer keys for it
 
     @classmethod
     def capture(cls) -> Settings:
@@ -84,7 +84,7 @@ class Settings:
                 attention.math_sdp_enabled(),
                 attention.cudnn_sdp_enabled(),
             ),
-            torch.get_float32_matmul_precision(),
+            _matmul_precision(),
         )
 
     def apply(self) -> None:
@@ -99,8 +99,15 @@ class Settings:
         if now.attention != self.attention:
             for put, enabled in zip(_PUT_ATTENTION, self.attention, strict=True):
                 put(enabled)
-        if now.precision != self.precision:
+        if self.precision is not None and now.precision not in (None, self.precision):
             torch.set_float32_matmul_precision(self.precision)
+
+
+def _matmul_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch's own, where `fp32_precision` of a back end has been set
+        return None
 
 
 _PUT_ATTENTION: Final[tuple[Callable[[bool], None], ...]] = (

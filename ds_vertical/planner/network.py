@@ -16,7 +16,7 @@ The link between nodes is one for all ranks of a node. Measured bytes agree with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from ds_vertical.planner.machine import Machine
@@ -62,6 +62,17 @@ class Network:
     def num_ranks(self) -> int:
         """Of all nodes."""
         return self.num_nodes * self.ranks_per_node
+
+    def with_ranks(self, per_node: int) -> Network:
+        """The same with other ranks on each node."""
+        return replace(self, ranks_per_node=per_node, levels=self.levels and per_node > 1)
+
+    @property
+    def with_less_memory(self) -> Network | None:
+        """The same without copies, then with one level; None where that is what it has."""
+        if not self.levels:
+            return None
+        return replace(self, copy_share=0.0) if self.copy_share else replace(self, levels=False)
 
     def gather(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
         """A FETCH over all ranks at once."""

@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Final
 
 from ds_vertical.planner import linear_program, memory_budget
@@ -55,6 +56,7 @@ _MORE_OF: Final = per_tier(
 _FP32_BYTES: Final = 4
 _LEAST_FILE_BYTES: Final = 1 << 20  # DeepSpeed keeps smaller tensors in memory
 _NO_SECONDS: Final = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
+_estimate_s: Final = attrgetter("estimate_s")
 _LIBRARIES: Final = memory_budget.BudgetItem(Tier.HOST, "interpreter and libraries", 800 << 20, "(measured)")
 
 
@@ -85,9 +87,9 @@ class Task:
     network: Network = Network()
 
     @property
-    def keeps_copies(self) -> bool:
-        """Whether nodes are to keep copies of the weights."""
-        return self.network.levels and self.network.copy_share > 0
+    def ranks_per_node(self) -> int:
+        """Ranks that share a host's memory and SSD."""
+        return self.num_ranks // self.network.num_nodes
 
     def counts(self) -> Iterator[tuple[int, int]]:
         """(sequences per micro-batch, M) with `tokens` or the least above it."""
@@ -108,8 +110,7 @@ class Plan:
     @property
     def best_otherwise(self) -> Candidate | None:
         """The best of those that keep by another policy."""
-        others = (c for c in self.runners_up if c.choice.policy != self.chosen.choice.policy)
-        return min(others, key=lambda c: c.estimate_s, default=None)
+        return min((c for c in self.runners_up if c.choice.policy != self.chosen.choice.policy), key=_estimate_s, default=None)
 
     def differences(self) -> Iterator[tuple[str, float]]:
         """(what another plan does otherwise, its step over the chosen one's)."""
@@ -124,15 +125,15 @@ def choose(
     norm = memory_budget.norm_copy(task.spec.largest_parameter, machine.one_memory)
     search = _Search(task, machine, limits, (*further, norm))
     fitting = search.fitting() or (search := replace(search, window=0)).fitting()
-    if not fitting and task.keeps_copies:
-        return choose(replace(task, network=replace(task.network, copy_share=0.0)), machine, limits, further)
     if not fitting:
+        if (less := task.network.with_less_memory) is not None:
+            return choose(replace(task, network=less), machine, limits, further)
         raise PlanError(_shortage(search))
-    fitting.sort(key=lambda c: c.estimate_s)
-    fitting += [other for c in fitting[:_VARIED] for other in _with_other_collectives(c) if _fits(other)]
-    fitting.sort(key=lambda c: c.estimate_s)
-    fitting += [wider for c in fitting[:_VARIED] for window in WINDOWS[1:] if _fits(wider := _with_window(c, window))]
-    return _decide(sorted(fitting, key=lambda c: c.estimate_s))
+    fitting.sort(key=_estimate_s)
+    others = [other for c in fitting[:_VARIED] for other in _with_other_collectives(c) if _fits(other)]
+    fitting = sorted([*fitting, *others], key=_estimate_s)
+    wider = [other for c in fitting[:_VARIED] for window in WINDOWS[1:] if _fits(other := _with_window(c, window))]
+    return _decide(sorted([*fitting, *wider], key=_estimate_s))
 
 
 def tune_timing(
@@ -241,8 +242,8 @@ class _Search:
     @cached_property
     def _lacks_generations(self) -> bool:
         """Whether the SSD has no room for two generations of files, whatever else is where."""
-        size, count = next(self.task.counts())
-        return Tier.SSD in linear_program.shortage(self._case(_Sizes(size, count, 1), _Timing(1.0, 0.0, True)))
+        sizes = _Sizes(*next(self.task.counts()), 1)
+        return Tier.SSD in linear_program.shortage(self._case(sizes, _Timing(1.0, 0.0, True)))
 
     def _case(self, sizes: _Sizes, timing: _Timing, seconds: Seconds | None = None) -> LpProblem:
         """`seconds`: of the pieces; None where only memory matters."""
@@ -280,7 +281,7 @@ class _Search:
         fewer = (tokens for tokens in counts if replace(self, task=replace(task, tokens=tokens)).fits())
         if not length and (tokens := next(fewer, None)):
             yield f"fewer tokens a step (--tokens-per-step {tokens})"
-        if task.num_ranks > 1 and (ranks := self._fewer_ranks()):
+        if task.ranks_per_node > 1 and (ranks := self._fewer_ranks()):
             yield f"fewer ranks (--num-ranks {ranks})"
         yield self._more_memory(lacking)
 
@@ -297,11 +298,12 @@ class _Search:
 
     def _fewer_ranks(self) -> int | None:
         """The most ranks, of those that halve them, with which a setting fits: each then has more of the host and the SSD."""
-        ranks = self.task.num_ranks // 2
+        ranks = self.task.ranks_per_node // 2
         while ranks:
-            more = self.task.num_ranks / ranks
+            more = self.task.ranks_per_node / ranks
             limits = {t: limit and limit * (1.0 if t is Tier.DEVICE else more) for t, limit in self.limits.items()}
-            if replace(self, task=replace(self.task, num_ranks=ranks), limits=limits).fits():
+            network = self.task.network.with_ranks(ranks)
+            if replace(self, task=replace(self.task, num_ranks=network.num_ranks, network=network), limits=limits).fits():
                 return ranks
             ranks //= 2
         return None
@@ -316,8 +318,8 @@ class _Search:
                 break
             more += _MORE
             growing = growing if more < 2 else {**dict.fromkeys(limited, 0.0), **growing}
-        ranks = {tier: 1 if tier is Tier.DEVICE else self.task.num_ranks for tier in Tier}  # that share a tier
-        sizes = {tier: math.ceil(ranks[tier] * num_bytes / 1e9) for tier, num_bytes in grown.items()}
+        sharing = per_tier({Tier.DEVICE: 1, Tier.HOST: self.task.ranks_per_node, Tier.SSD: self.task.ranks_per_node})
+        sizes = {tier: math.ceil(sharing[tier] * num_bytes / 1e9) for tier, num_bytes in grown.items()}
         return " and ".join(f"{size} GB more {_MORE_OF[tier]}" for tier, size in sizes.items())
 
 

@@ -203,6 +203,17 @@ def test_what_would_be_wrong_is_refused_by_name(codes: Sequence[Code], message: 
     assert [*map(torch.equal, losses, run_plain(once, inputs)[0])] == [True, True]
 
 
+def test_a_hook_on_a_layers_parameter_is_refused_where_it_would_get_a_part_of_the_gradient() -> None:
+    vertical = Vertical()
+    hook = vertical.model.blocks[1].up.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    with pytest.raises(LayerError, match=r"blocks.1.up.weight has a hook .* calls the model several times"):
+        vertical.train([twice] * 2, toy_inputs(2))
+    hook.remove()
+    inputs = toy_inputs(2)
+    losses, _ = vertical.train([twice] * 2, inputs)
+    assert [*map(torch.equal, losses, run_plain(twice, inputs)[0])] == [True, True]
+
+
 def test_where_no_number_is_learned_a_further_call_is_refused() -> None:
     def run() -> None:
         raise CallsMissed(2)

@@ -225,6 +225,18 @@ def with_settings() -> Iterator[None]:
         torch.set_float32_matmul_precision(before[1])
 
 
+def test_the_newer_keys_for_precision_do_not_keep_states_from_being_captured() -> None:
+    before = torch.backends.fp32_precision
+    torch.backends.fp32_precision = "tf32"
+    try:
+        state = ThreadState.capture()
+        with applied(state):
+            assert torch.backends.fp32_precision == "tf32"
+        assert torch.backends.fp32_precision == "tf32"
+    finally:
+        torch.backends.fp32_precision = before
+
+
 class Doubled(TorchFunctionMode):
     """Lets `torch.ones` give twos, and linear layers twice as much."""
 

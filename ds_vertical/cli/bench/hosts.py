@@ -45,9 +45,10 @@ class Hosts:
     def write_environment(self, path: Path, variables: Mapping[str, str]) -> None:
         """Write the file whose variables ranks get on all hosts: the user's own, then `variables`."""
         lines: list[str] = []
-        for folder in (Path.home(), Path()):
-            if (folder / _USERS).is_file():
-                lines += filter(str.strip, (folder / _USERS).read_text().splitlines())
+        name = os.environ.get("DS_ENV_FILE", _USERS)
+        for file in dict.fromkeys((Path.home() / name, Path(name))):
+            if file.is_file():
+                lines += filter(str.strip, file.read_text().splitlines())
         path.write_text("".join(f"{line}\n" for line in [*lines, *(f"{name}={value}" for name, value in variables.items())]))
 
     def check_shared(self, out: Path) -> None:

@@ -73,8 +73,7 @@ def _links(topology: Topology, num_bytes: int, rounds: int) -> dict[str, float]:
 
 def _group(topology: Topology, level: Level) -> torch.distributed.ProcessGroup:
     """The process group of this rank's hop of a level. Collective: all ranks make all groups, in one order."""
-    hops = sorted({topology.hop(level, rank) for rank in range(topology.world)})
-    group, _ = torch.distributed.new_subgroups_by_enumeration([list(hop) for hop in hops])
+    group, _ = torch.distributed.new_subgroups_by_enumeration([list(hop) for hop in topology.hops(level)])
     assert isinstance(group, torch.distributed.ProcessGroup)  # every rank is in a hop
     return group
 

@@ -44,6 +44,15 @@ class _Attention(torch.autograd.Function):
         return out
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """What had been counted when a forward entered or left a block."""
+
+    flops: float
+    kept_bytes: int
+    passed_bytes: int
+
+
 @dataclass
 class _Meter:
     """Operations and kept bytes, counted on while pieces of a model run."""
@@ -74,6 +83,11 @@ class _Meter:
             self.record.note_attention(flops, (query, key, value), found)
         return found
 
+    def mark(self, flops: float, passed_bytes: int) -> _Mark:
+        """What has been counted so far. `flops`: of all operations but attention."""
+        left_out, kept_bytes = self.left_out
+        return _Mark(flops + self.attention_flops + left_out, kept_bytes + sum(self.kept.values()), passed_bytes)
+
     def note(self, tensor: torch.Tensor) -> torch.Tensor:
         """Counts the bytes of a tensor that a backward will want, each storage once. Returns the tensor."""
         storage = tensor.untyped_storage()
@@ -84,15 +98,6 @@ class _Meter:
         if self.record is not None:
             self.record.note_saved(tensor)
         return tensor
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """What had been counted when a forward entered or left a block."""
-
-    flops: float
-    kept_bytes: int
-    passed_bytes: int
 
 
 @dataclass(frozen=True)
@@ -242,17 +247,15 @@ def _run(
 ) -> tuple[list[_Mark], _Mark, tuple[CountedMenu, ...]]:
     """One sequence through the model: a mark where each block is entered and left, one at the end, what each kind may keep."""
     meter = _Meter(weights=frozenset(param.untyped_storage()._cdata for param in model.parameters()))
-    counter = FlopCounterMode(display=False)
+    counter, costs = FlopCounterMode(display=False), _Likeness(meter, blocks)
     marks: list[_Mark] = []
-    kinds = Counter(map(_kind, blocks))
+    kinds, resting = Counter(map(_kind, blocks)), set[int]()
     menus: dict[_Kind, CountedMenu] = {}
 
     def mark(value: object = None) -> _Mark:
         tensor = value[0] if isinstance(value, tuple) and value else value
         passed = tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
-        flops, kept_bytes = meter.left_out
-        flops += counter.get_total_flops() + meter.attention_flops
-        return _Mark(flops, kept_bytes + sum(meter.kept.values()), passed)
+        return meter.mark(counter.get_total_flops(), passed)
 
     def entered(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         marks.append(mark(args))
@@ -269,8 +272,6 @@ def _run(
         marks.append(mark(output))
         costs.note(block, marks[-2], marks[-1], output)
 
-    costs = _Likeness(meter, blocks)
-    resting: set[int] = set()
     hooks = [b.register_forward_pre_hook(entered, with_kwargs=True) for b in blocks]
     hooks += [b.register_forward_hook(left) for b in blocks]
     ids = torch.zeros(1, sequence_length, dtype=torch.long)
