@@ -204,9 +204,13 @@ class TagFolder:
         return old
 
     def _put_back(self, old: Path | None) -> None:
-        """Let the earlier folder be the tag's again. Where that fails, neither is deleted any more."""
+        """Let the earlier folder be the tag's again; where the tag is absent, that is all. Where it fails, neither is deleted any
+        more."""
         self._is_unclear = True
-        if old != self.beside or not _exchange(self.beside, self.path):
+        if not self.path.exists():
+            if old is not None:
+                os.rename(old, self.path)
+        elif old != self.beside or not _exchange(self.beside, self.path):
             os.rename(self.path, self.beside)
             if old is not None:
                 os.rename(old, self.path)

@@ -1,0 +1,135 @@
+"""Folders of each host's own, without an engine: what the next load or save does with what one that ended half-way has left. Two
+hosts are two threads here, each a rank with a folder of its own; what they tell each other goes through a barrier."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_vertical.distributed import ranks
+from ds_vertical.engine.checkpoint import manifest, shared_dir, tag_dir
+from ds_vertical.engine.checkpoint.tag_dir import TagFolder
+
+TOKEN = "0123abcd"
+Call = Callable[[Path], Any]
+
+
+class Hosts:
+    """Two hosts, each with a folder. `run`: what a call on each has come to, an error included."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folders = [folder / name for name in ("A", "B")]
+        self._here = threading.local()
+        self._barrier = threading.Barrier(2)
+        self._told: list[Any] = [None, None]
+        for each in self.folders:
+            each.mkdir()
+
+    def rank(self) -> int:
+        return getattr(self._here, "rank", 0)  # 0 in the thread of the test
+
+    def name(self) -> str:
+        return self.folders[self.rank()].name
+
+    def all_gathered(self, value: Any) -> list[Any]:
+        self._told[self.rank()] = value
+        self._barrier.wait(20)
+        found = list(self._told)
+        self._barrier.wait(20)
+        return found
+
+    def run(self, *calls: Call) -> list[Any]:
+        said: list[Any] = [None, None]
+
+        def one(rank: int) -> None:
+            self._here.rank = rank
+            try:
+                said[rank] = calls[rank % len(calls)](self.folders[rank])
+            except Exception as error:
+                said[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return said
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    made = Hosts(tmp_path)
+    for name, value in (
+        ("rank", made.rank),
+        ("world_size", lambda: 2),
+        ("ranks_on_this_host", lambda: 1),
+        ("all_gathered", made.all_gathered),
+        ("is_true_on_all_ranks", lambda flag: all(made.all_gathered(flag))),
+    ):
+        monkeypatch.setattr(ranks, name, value)
+    monkeypatch.setattr(shared_dir, "host_id", made.name)
+    monkeypatch.setattr(socket, "gethostname", made.name)
+    yield made
+
+
+def write(folder: Path, text: str, rank_count: int = 2) -> None:
+    """All ranks' manifests, of a text each."""
+    for rank in range(rank_count):
+        manifest.rank_folder(folder, rank).mkdir(parents=True)
+        (manifest.rank_folder(folder, rank) / manifest.NAME).write_text(text)
+    checksums = [(len(text), sum(text.encode()))] * rank_count
+    (folder / manifest.NAME).write_bytes(manifest.folder_manifest("two", checksums))
+
+
+def begun(folder: Path, text: str, token: str = TOKEN) -> TagFolder:
+    """A save to the tag "two" that has yet to switch."""
+    tag = TagFolder(folder, "two", token)
+    tag.make()
+    write(tag.beside, text)
+    return tag
+
+
+def text_in(folder: Path) -> str:
+    return (folder / "two" / "rank0" / manifest.NAME).read_text()
+
+
+# ---- a tag that was not there
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_folder_beside_becomes_the_tags_where_there_was_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(tag_dir, "_exchange", lambda *_: False)
+    folder = begun(tmp_path, "new")
+    TagFolder(tmp_path, "two", TOKEN).put_back(folder.beside)
+    assert [path.name for path in tmp_path.iterdir()] == ["two"] and text_in(tmp_path) == "new"
+    assert not (tmp_path / "two" / "ds_vertical.beside").exists()
+    folder._unlock()
+
+
+def test_a_tag_that_is_absent_between_two_renames_gets_its_earlier_folder_back(tmp_path: Path) -> None:
+    write(tmp_path / "two", "old")
+    killed = begun(tmp_path, "new")
+    killed._mark_earlier()
+    old = (tmp_path / "two").rename(tmp_path / f".two.{TOKEN}.old")
+    killed._unlock()
+    TagFolder(tmp_path, "two", TOKEN).put_back(old)
+    assert text_in(tmp_path) == "old" and killed.beside.exists()
+
+
+@pytest.mark.parametrize("next_one", ["save", "load"])
+def test_a_new_tag_that_only_one_host_has_renamed_is_renamed_on_the_other(hosts: Hosts, next_one: str) -> None:
+    """Both processes were killed: a later save raises nothing."""
+    first, second = (begun(folder, "new") for folder in hosts.folders)
+    first.switch(keep=True)
+    for killed in (first, second):
+        killed._unlock()
+    said = hosts.run(shared_dir.mend if next_one == "save" else lambda folder: shared_dir.settle(folder, "two"))
+    assert said == [None, None] and [text_in(folder) for folder in hosts.folders] == ["new", "new"]
