@@ -215,13 +215,15 @@ def _held(load_dir: Path, tag: str) -> Held:
     folder, rank = load_dir / tag, ranks.rank()
     found = found_saves(load_dir, tag)
     own = next((each for each in found if each.path == folder), None)
-    needed = (folder / manifest.NAME, manifest.rank_folder(folder, rank) / manifest.NAME)
-    lacks = tuple(str(path.relative_to(load_dir)) for path in needed if not path.is_file())
+    needed = [folder / manifest.NAME, manifest.rank_folder(folder, rank) / manifest.NAME]
     saved_on: dict[int, str] = {}
     if own is not None:
         with contextlib.suppress(CheckpointError):  # a damaged one, as the load says
-            hosts = manifest.read_folder(folder).get("hosts") or []
-            saved_on = {number: each["name"] for each in hosts for number in each["ranks"]}
+            described = manifest.read_folder(folder)
+            saved_on = {number: each["name"] for each in described.get("hosts") or [] for number in each["ranks"]}
+            if described["world_size"] != ranks.world_size():
+                needed.pop()  # the load says that the numbers of ranks differ
+    lacks = tuple(str(path.relative_to(load_dir)) for path in needed if not path.is_file())
     complete = tuple(manifest.complete_tags(load_dir))
     return Held(socket.gethostname(), host_id(), own.save if own else None, tuple(found), lacks, saved_on, complete)
 

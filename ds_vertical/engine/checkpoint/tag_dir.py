@@ -204,8 +204,7 @@ class TagFolder:
         return old
 
     def _put_back(self, old: Path | None) -> None:
-        """Let the earlier folder be the tag's again; where the tag is absent, that is all. Where it fails, neither is deleted any
-        more."""
+        """Let the earlier folder be the tag's again; the tag may be absent. Where that fails, nothing is deleted any more."""
         self._is_unclear = True
         if not self.path.exists():
             if old is not None:

@@ -1,8 +1,9 @@
-"""Folders of each host's own, without an engine: what the next load or save does with what one that ended half-way has left. Two
+"""Folders of each host's own, without an engine: what a load or save does with what a save that ended half-way has left. Two
 hosts are two threads here, each a rank with a folder of its own; what they tell each other goes through a barrier."""
 
 from __future__ import annotations
 
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -133,3 +134,19 @@ def test_a_new_tag_that_only_one_host_has_renamed_is_renamed_on_the_other(hosts:
         killed._unlock()
     said = hosts.run(shared_dir.mend if next_one == "save" else lambda folder: shared_dir.settle(folder, "two"))
     assert said == [None, None] and [text_in(folder) for folder in hosts.folders] == ["new", "new"]
+
+
+# ---- what a load says
+
+
+@pytest.mark.parametrize("saved_by", [1, 2])
+def test_files_of_ranks_that_the_save_did_not_have_are_not_missing(hosts: Hosts, saved_by: int) -> None:
+    """The load says that their numbers differ; a rank that the save had must have its files."""
+    for folder in hosts.folders:
+        write(folder / "two", "old", saved_by)
+    shutil.rmtree(hosts.folders[1] / "two" / "rank1", ignore_errors=True)
+    said = hosts.run(lambda folder: shared_dir.settle(folder, "two"))
+    if saved_by == 1:
+        assert said == [None, None]
+    else:
+        assert all("host B (rank 1) lacks two/rank1/ds_vertical.json" in str(each) for each in said)
