@@ -9,7 +9,8 @@ all ranks look for all of these. So hosts that share the folder are one place, w
 
 [Note: a save that ends half-way] All places put the new folder in place, then all delete the old one, then all write `latest`.
 A save that dies among the first leaves a tag whose folder is old on some hosts and new on others. Both are whole on all hosts,
-one under the tag's name and one beside it. The next load or save puts the old one back on all hosts.
+one under the tag's name and one beside it. The next load or save puts the old one back on all hosts. A save that dies among the
+last leaves files `latest` that differ; both tags are whole on all hosts, and a load takes the older one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import leftovers, manifest
 from ds_vertical.engine.checkpoint.tag_dir import Found, TagFolder, found_saves, make_folder
@@ -152,8 +154,9 @@ class Held:
 
 
 def agreed_latest(load_dir: Path, own: str | None) -> str | None:
-    """The tag that `latest` names on all hosts; `own`: on this one (None: there is no such file). Collective. Raises
-    CheckpointError where hosts differ."""
+    """The tag that `latest` names on all hosts; `own`: on this one (None: there is no such file). Where hosts differ, as behind
+    a save that died among the writes of `latest`, the oldest of the tags that are named, if all hosts have all of these.
+    Collective. Raises CheckpointError otherwise."""
     told = ranks.all_gathered((own, host_id(), socket.gethostname(), tuple(manifest.complete_tags(load_dir))))
     named: dict[str | None, list[int]] = {}
     for rank, (tag, *_) in enumerate(told):
@@ -162,6 +165,14 @@ def agreed_latest(load_dir: Path, own: str | None) -> str | None:
         return told[0][0]
     names = [each[2] for each in told]
     shown = "; ".join(f"{_where(names, found)}: {'no such file' if t is None else t}" for t, found in named.items())
+    tags = {tag for tag in named if tag is not None}
+    if all(tags <= set(each[3]) for each in told):
+        oldest = max(tags, key=told[0][3].index)
+        accelerator.log(
+            f"ds_vertical: warning: {load_dir / manifest.LATEST}: names different tags on the hosts: {shown}. A save has ended"
+            f" half-way; {oldest} is loaded, the oldest of them, which all hosts have"
+        )
+        return oldest
     raise CheckpointError(
         f"{load_dir / manifest.LATEST}: names different tags on the hosts: {shown}. Give a tag that all hosts have"
         f" ({_common(each[3] for each in told)}), or write it into that file on each host"

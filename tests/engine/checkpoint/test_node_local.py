@@ -3,6 +3,7 @@ hosts are two threads here, each a rank with a folder of its own; what they tell
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import manifest, shared_dir, tag_dir
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder
@@ -75,6 +77,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
         monkeypatch.setattr(ranks, name, value)
     monkeypatch.setattr(shared_dir, "host_id", made.name)
     monkeypatch.setattr(socket, "gethostname", made.name)
+    monkeypatch.setattr(accelerator.dist, "get_rank", made.rank)
     yield made
 
 
@@ -150,3 +153,25 @@ def test_files_of_ranks_that_the_save_did_not_have_are_not_missing(hosts: Hosts,
         assert said == [None, None]
     else:
         assert all("host B (rank 1) lacks two/rank1/ds_vertical.json" in str(each) for each in said)
+
+
+def test_hosts_that_name_two_complete_tags_load_the_older_one(hosts: Hosts, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a save leaves them that was killed between two hosts' writes of `latest`."""
+    names = [("two", "three"), ("three", "two"), ("three", None), ("two", "three")]
+    for folder in hosts.folders:
+        for age, tag in enumerate(("two", "three")):
+            write(folder / tag, tag)
+            os.utime(folder / tag / manifest.NAME, ns=(age, age))
+    for named in names[:2]:
+        assert hosts.run(*(agreed(tag) for tag in named)) == ["two", "two"]
+        assert "different tags on the hosts" in capsys.readouterr().out
+    assert hosts.run(*(agreed(tag) for tag in names[2])) == ["three", "three"]
+    shutil.rmtree(hosts.folders[1] / "three")
+    for named in names[2:]:
+        shown = ["no such file" if tag is None else tag for tag in named]
+        for said in hosts.run(*(agreed(tag) for tag in named)):
+            assert f"host A (rank 0): {shown[0]}; host B (rank 1): {shown[1]}. Give a tag" in str(said)
+
+
+def agreed(tag: str | None) -> Call:
+    return lambda folder: shared_dir.agreed_latest(folder, tag)
