@@ -156,8 +156,10 @@ class Held:
 def agreed_latest(load_dir: Path, own: str | None) -> str | None:
     """The tag that `latest` names on all hosts; `own`: on this one (None: there is no such file). Where hosts differ, as behind
     a save that died among the writes of `latest`, the oldest of the tags that are named, if all hosts have all of these.
-    Collective. Raises CheckpointError otherwise."""
-    told = ranks.all_gathered((own, host_id(), socket.gethostname(), tuple(manifest.complete_tags(load_dir))))
+    Collective. Raises CheckpointError otherwise, OSError, OtherRankError."""
+    with ranks.all_or_none("load_checkpoint"):
+        complete = tuple(manifest.complete_tags(load_dir))
+    told = ranks.all_gathered((own, host_id(), socket.gethostname(), complete))
     named: dict[str | None, list[int]] = {}
     for rank, (tag, *_) in enumerate(told):
         named.setdefault(tag, []).append(rank)
@@ -183,11 +185,12 @@ def settle(load_dir: Path, tag: str) -> None:
     """Where a save has died half-way, put the old folder back, see [Note: a save that ends half-way]. Then check that all hosts
     hold the same save of the tag, each with its ranks' files. Collective; does nothing where all ranks are on one host.
 
-    Raises CheckpointError that names hosts, ranks and files, on all ranks, where they do not.
+    Raises CheckpointError that names hosts, ranks and files, on all ranks, where they do not; OSError, StorageError,
+    OtherRankError.
     """
     if ranks.ranks_on_this_host() == ranks.world_size():
         return
-    told = _mended(load_dir, tag)
+    told = _mended(load_dir, tag, "load_checkpoint")
     saves = {each.save for each in told}
     if saves == {None}:
         return  # no checkpoint of ours; the load says so
@@ -206,20 +209,27 @@ def settle(load_dir: Path, tag: str) -> None:
 
 def mend(save_dir: Path) -> None:
     """Put back the old folders of all tags whose last save has died half-way: a new save deletes what lies beside the tags.
-    Collective."""
-    own = {tag for _, tag, _ in leftovers.marked_beside(save_dir)}
+    Collective. Raises OSError, StorageError, OtherRankError."""
+    with ranks.all_or_none("save_checkpoint"):
+        own = {tag for _, tag, _ in leftovers.marked_beside(save_dir)}
     for tag in sorted(set[str]().union(*ranks.all_gathered(own))):
-        _mended(save_dir, tag)
+        _mended(save_dir, tag, "save_checkpoint")
 
 
-def _mended(load_dir: Path, tag: str) -> list[Held]:
-    """What all ranks hold, once a save that has died half-way is undone. Collective."""
-    told = ranks.all_gathered(_held(load_dir, tag))
+def _mended(load_dir: Path, tag: str, what: str) -> list[Held]:
+    """What all ranks hold, once a save that has died half-way is undone. `what`: the call. Collective."""
+    told = _held_by_all(load_dir, tag, what)
     chosen = _whole_on_all(told) if len({each.save for each in told}) > 1 else None
     if chosen is None:
         return told
-    _put_back(load_dir, tag, chosen)
-    return ranks.all_gathered(_held(load_dir, tag))
+    _put_back(load_dir, tag, chosen, what)
+    return _held_by_all(load_dir, tag, what)
+
+
+def _held_by_all(load_dir: Path, tag: str, what: str) -> list[Held]:
+    with ranks.all_or_none(what):
+        own = _held(load_dir, tag)
+    return ranks.all_gathered(own)
 
 
 def _held(load_dir: Path, tag: str) -> Held:
@@ -246,9 +256,9 @@ def _whole_on_all(told: Sequence[Held]) -> int | None:
     return min(on_all & {held.save for held in told if held.save is not None}, key=ages.__getitem__, default=None)
 
 
-def _put_back(load_dir: Path, tag: str, save: int) -> None:
-    places = find_places(load_dir, "load_checkpoint")
-    with ranks.all_or_none("load_checkpoint"):
+def _put_back(load_dir: Path, tag: str, save: int, what: str) -> None:
+    places = find_places(load_dir, what)
+    with ranks.all_or_none(what):
         if places.is_first:
             there = {each.save: each for each in found_saves(load_dir, tag)}
             if there[save].path != load_dir / tag:

@@ -3,6 +3,7 @@ hosts are two threads here, each a rank with a folder of its own; what they tell
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -15,7 +16,7 @@ import pytest
 
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.checkpoint import manifest, shared_dir, tag_dir
+from ds_vertical.engine.checkpoint import leftovers, manifest, shared_dir, tag_dir
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder
 
 TOKEN = "0123abcd"
@@ -41,9 +42,9 @@ class Hosts:
 
     def all_gathered(self, value: Any) -> list[Any]:
         self._told[self.rank()] = value
-        self._barrier.wait(20)
+        self._barrier.wait(10)
         found = list(self._told)
-        self._barrier.wait(20)
+        self._barrier.wait(10)
         return found
 
     def run(self, *calls: Call) -> list[Any]:
@@ -175,3 +176,31 @@ def test_hosts_that_name_two_complete_tags_load_the_older_one(hosts: Hosts, caps
 
 def agreed(tag: str | None) -> Call:
     return lambda folder: shared_dir.agreed_latest(folder, tag)
+
+
+# ---- an error of one host's disk
+
+
+@pytest.mark.parametrize("what", ["marked_beside", "found_saves", "complete_tags"])
+def test_an_error_of_one_hosts_disk_ends_the_call_on_all(hosts: Hosts, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """None waits for what the other does not tell any more."""
+    holder = {"marked_beside": leftovers, "found_saves": shared_dir, "complete_tags": manifest}[what]
+    real = getattr(holder, what)
+
+    def failing(folder: Path, *more: Any) -> Any:
+        if folder == hosts.folders[1]:
+            raise OSError(errno.EIO, "the disk of this host is gone")
+        return real(folder, *more)
+
+    for folder in hosts.folders:
+        begun(folder, "new")._unlock()
+    monkeypatch.setattr(holder, what, failing)
+    calls: list[tuple[str, Call]] = [("save_checkpoint", shared_dir.mend)]
+    if what != "marked_beside":
+        calls.append(("load_checkpoint", lambda folder: shared_dir.settle(folder, "two")))
+    if what == "complete_tags":
+        calls.append(("load_checkpoint", agreed("two")))
+    for name, call in calls:
+        first, second = hosts.run(call)
+        assert isinstance(second, OSError) and second.errno == errno.EIO
+        assert str(first).startswith(f"{name} failed on 1 of 2 ranks; rank 1: OSError"), repr(first)
