@@ -142,7 +142,8 @@ def find_places(save_dir: Path, what: str) -> Places:
 class Held:
     """What one rank's host holds of a tag. `save`: which save the tag's folder is of (None: there is none). `there`: the
     tag's folder, and what saves that ended half-way have left beside it. `lacks`: this rank's missing files. `saved_on`: by
-    rank, the host that has saved its files, where that is written. `complete`: all complete tags on the host."""
+    rank, the host that has saved its files, where that is written. `complete`: all complete tags on the host. `under_way`: some
+    process is saving to the tag."""
 
     host: str
     boot: str
@@ -151,6 +152,7 @@ class Held:
     lacks: tuple[str, ...]
     saved_on: dict[int, str]
     complete: tuple[str, ...]
+    under_way: bool
 
 
 def agreed_latest(load_dir: Path, own: str | None) -> str | None:
@@ -194,9 +196,14 @@ def settle(load_dir: Path, tag: str) -> None:
     saves = {each.save for each in told}
     if saves == {None}:
         return  # no checkpoint of ours; the load says so
+    names = [each.host for each in told]
+    if len(saves) > 1 and (saving := [rank for rank, each in enumerate(told) if each.under_way]):
+        raise CheckpointError(
+            f"{load_dir / tag}: {_where(names, saving)}: a save to the tag is under way, and some hosts have yet to switch"
+            f" to it: load the tag when that has ended, or another tag ({_common(each.complete for each in told)})"
+        )
     _refuse_missing(load_dir / tag, told)
     if len(saves) > 1:
-        names = [each.host for each in told]
         by_save = (
             [rank for rank, each in enumerate(told) if each.save == save] for save in dict.fromkeys(t.save for t in told)
         )
@@ -208,7 +215,8 @@ def settle(load_dir: Path, tag: str) -> None:
 
 
 def mend(save_dir: Path) -> None:
-    """Put back the old folders of all tags whose last save has died half-way: a new save deletes what lies beside the tags.
+    """Put back the old folders of all tags whose last save has died half-way: a new save deletes what lies beside the tags, but
+    not what another job's save, which is under way, keeps there.
     Collective. Raises OSError, StorageError, OtherRankError."""
     with ranks.all_or_none("save_checkpoint"):
         own = {tag for _, tag, _ in leftovers.marked_beside(save_dir)}
@@ -219,7 +227,8 @@ def mend(save_dir: Path) -> None:
 def _mended(load_dir: Path, tag: str, what: str) -> list[Held]:
     """What all ranks hold, once a save that has died half-way is undone. `what`: the call. Collective."""
     told = _held_by_all(load_dir, tag, what)
-    chosen = _whole_on_all(told) if len({each.save for each in told}) > 1 else None
+    differ = len({each.save for each in told}) > 1 and not any(each.under_way for each in told)
+    chosen = _whole_on_all(told) if differ else None
     if chosen is None:
         return told
     _put_back(load_dir, tag, chosen, what)
@@ -234,6 +243,8 @@ def _held_by_all(load_dir: Path, tag: str, what: str) -> list[Held]:
 
 def _held(load_dir: Path, tag: str) -> Held:
     folder, rank = load_dir / tag, ranks.rank()
+    beside = leftovers.marked_beside(load_dir) if load_dir.is_dir() else []
+    under_way = any(name == tag and leftovers.is_held(path) for path, name, _ in beside)  # ahead of what it may change
     found = found_saves(load_dir, tag)
     own = next((each for each in found if each.path == folder), None)
     needed = [folder / manifest.NAME, manifest.rank_folder(folder, rank) / manifest.NAME]
@@ -246,7 +257,8 @@ def _held(load_dir: Path, tag: str) -> Held:
                 needed.pop()  # the load says that the numbers of ranks differ
     lacks = tuple(str(path.relative_to(load_dir)) for path in needed if not path.is_file())
     complete = tuple(manifest.complete_tags(load_dir))
-    return Held(socket.gethostname(), host_id(), own.save if own else None, tuple(found), lacks, saved_on, complete)
+    save = own.save if own else None
+    return Held(socket.gethostname(), host_id(), save, tuple(found), lacks, saved_on, complete, under_way)
 
 
 def _whole_on_all(told: Sequence[Held]) -> int | None:

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_owners import digest
 
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import leftovers, manifest, shared_dir, tag_dir
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder
+from ds_vertical.errors import CheckpointError
 
 TOKEN = "0123abcd"
 Call = Callable[[Path], Any]
@@ -204,3 +206,48 @@ def test_an_error_of_one_hosts_disk_ends_the_call_on_all(hosts: Hosts, monkeypat
         first, second = hosts.run(call)
         assert isinstance(second, OSError) and second.errno == errno.EIO
         assert str(first).startswith(f"{name} failed on 1 of 2 ranks; rank 1: OSError"), repr(first)
+
+
+# ---- a save that is under way, and another job
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_another_jobs_save_leaves_the_earlier_folder_until_all_hosts_have_switched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(tag_dir, "_exchange", lambda *_: False)
+    write(tmp_path / "two", "old")
+    for end in ("discard", "settle"):
+        first = begun(tmp_path, "new")
+        first.switch(keep=True)
+        other = TagFolder(tmp_path, "other", "00000002")
+        other.make()
+        other.discard()
+        assert text_in(tmp_path) == "new"
+        getattr(first, end)()
+        assert text_in(tmp_path) == ("old" if end == "discard" else "new")
+        assert [path.name for path in tmp_path.iterdir()] == ["two"]
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_another_job_does_not_undo_a_save_that_is_under_way(hosts: Hosts, earlier: bool) -> None:
+    """One host has switched, the other is about to. A save of another tag goes on; a load of the tag is refused by name."""
+    saves = []
+    for folder in hosts.folders:
+        if earlier:
+            write(folder / "two", "old")
+        saves.append(begun(folder, "new"))
+    saves[0].switch(keep=True)
+    before = [digest(folder) for folder in hosts.folders]
+    assert hosts.run(shared_dir.mend) == [None, None]
+    said = f"/two: host{'s A, B (ranks 0, 1)' if earlier else ' B (rank 1)'}: a save to the tag is under way"
+    for error in hosts.run(lambda folder: shared_dir.settle(folder, "two")):
+        assert isinstance(error, CheckpointError) and said in str(error), repr(error)
+    assert [digest(folder) for folder in hosts.folders] == before
+    saves[1].switch(keep=True)
+    assert hosts.run(lambda folder: shared_dir.settle(folder, "two")) == [None, None]
+    for save in saves:
+        save.settle()
+    assert [text_in(folder) for folder in hosts.folders] == ["new", "new"]
+    assert [[path.name for path in folder.iterdir()] for folder in hosts.folders] == [["two"], ["two"]]
