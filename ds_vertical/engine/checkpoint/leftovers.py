@@ -139,6 +139,17 @@ def is_free(folder: int) -> bool:
     return True
 
 
+def is_held(path: Path) -> bool:
+    """Whether a save writes the folder, or keeps it for now; False where that cannot be told. Takes no lock that would keep
+    another process from asking the same."""
+    with contextlib.suppress(OSError), remove_tree.opened(path) as fd:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def remove_leftover(path: Path, tag: str, token: str) -> None:
     """Delete a folder with this mark, and in it what a save writes; what cannot be deleted does no harm, and is told."""
     try:

@@ -9,7 +9,8 @@ all ranks look for all of these. So hosts that share the folder are one place, w
 
 [Note: a save that ends half-way] All places put the new folder in place, then all delete the old one, then all write `latest`.
 A save that dies among the first leaves a tag whose folder is old on some hosts and new on others. Both are whole on all hosts,
-one under the tag's name and one beside it. The next load or save puts the old one back on all hosts.
+one under the tag's name and one beside it. The next load or save puts the old one back on all hosts. A save that dies among the
+last leaves files `latest` that differ; both tags are whole on all hosts, and a load takes the older one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import leftovers, manifest
 from ds_vertical.engine.checkpoint.tag_dir import Found, TagFolder, found_saves, make_folder
@@ -140,7 +142,8 @@ def find_places(save_dir: Path, what: str) -> Places:
 class Held:
     """What one rank's host holds of a tag. `save`: which save the tag's folder is of (None: there is none). `there`: the
     tag's folder, and what saves that ended half-way have left beside it. `lacks`: this rank's missing files. `saved_on`: by
-    rank, the host that has saved its files, where that is written. `complete`: all complete tags on the host."""
+    rank, the host that has saved its files, where that is written. `complete`: all complete tags on the host. `under_way`: some
+    process is saving to the tag."""
 
     host: str
     boot: str
@@ -149,12 +152,16 @@ class Held:
     lacks: tuple[str, ...]
     saved_on: dict[int, str]
     complete: tuple[str, ...]
+    under_way: bool
 
 
 def agreed_latest(load_dir: Path, own: str | None) -> str | None:
-    """The tag that `latest` names on all hosts; `own`: on this one (None: there is no such file). Collective. Raises
-    CheckpointError where hosts differ."""
-    told = ranks.all_gathered((own, host_id(), socket.gethostname(), tuple(manifest.complete_tags(load_dir))))
+    """The tag that `latest` names on all hosts; `own`: on this one (None: there is no such file). Where hosts differ, as behind
+    a save that died among the writes of `latest`, the oldest of the tags that are named, if all hosts have all of these.
+    Collective. Raises CheckpointError otherwise, OSError, OtherRankError."""
+    with ranks.all_or_none("load_checkpoint"):
+        complete = tuple(manifest.complete_tags(load_dir))
+    told = ranks.all_gathered((own, host_id(), socket.gethostname(), complete))
     named: dict[str | None, list[int]] = {}
     for rank, (tag, *_) in enumerate(told):
         named.setdefault(tag, []).append(rank)
@@ -162,6 +169,14 @@ def agreed_latest(load_dir: Path, own: str | None) -> str | None:
         return told[0][0]
     names = [each[2] for each in told]
     shown = "; ".join(f"{_where(names, found)}: {'no such file' if t is None else t}" for t, found in named.items())
+    tags = {tag for tag in named if tag is not None}
+    if all(tags <= set(each[3]) for each in told):
+        oldest = max(tags, key=told[0][3].index)
+        accelerator.log(
+            f"ds_vertical: warning: {load_dir / manifest.LATEST}: names different tags on the hosts: {shown}. A save has ended"
+            f" half-way; {oldest} is loaded, the oldest of them, which all hosts have"
+        )
+        return oldest
     raise CheckpointError(
         f"{load_dir / manifest.LATEST}: names different tags on the hosts: {shown}. Give a tag that all hosts have"
         f" ({_common(each[3] for each in told)}), or write it into that file on each host"
@@ -172,17 +187,23 @@ def settle(load_dir: Path, tag: str) -> None:
     """Where a save has died half-way, put the old folder back, see [Note: a save that ends half-way]. Then check that all hosts
     hold the same save of the tag, each with its ranks' files. Collective; does nothing where all ranks are on one host.
 
-    Raises CheckpointError that names hosts, ranks and files, on all ranks, where they do not.
+    Raises CheckpointError that names hosts, ranks and files, on all ranks, where they do not; OSError, StorageError,
+    OtherRankError.
     """
     if ranks.ranks_on_this_host() == ranks.world_size():
         return
-    told = _mended(load_dir, tag)
+    told = _mended(load_dir, tag, "load_checkpoint")
     saves = {each.save for each in told}
     if saves == {None}:
         return  # no checkpoint of ours; the load says so
+    names = [each.host for each in told]
+    if len(saves) > 1 and (saving := [rank for rank, each in enumerate(told) if each.under_way]):
+        raise CheckpointError(
+            f"{load_dir / tag}: {_where(names, saving)}: a save to the tag is under way, and some hosts have yet to switch"
+            f" to it: load the tag when that has ended, or another tag ({_common(each.complete for each in told)})"
+        )
     _refuse_missing(load_dir / tag, told)
     if len(saves) > 1:
-        names = [each.host for each in told]
         by_save = (
             [rank for rank, each in enumerate(told) if each.save == save] for save in dict.fromkeys(t.save for t in told)
         )
@@ -194,36 +215,50 @@ def settle(load_dir: Path, tag: str) -> None:
 
 
 def mend(save_dir: Path) -> None:
-    """Put back the old folders of all tags whose last save has died half-way: a new save deletes what lies beside the tags.
-    Collective."""
-    own = {tag for _, tag, _ in leftovers.marked_beside(save_dir)}
+    """Put back the old folders of all tags whose last save has died half-way: a new save deletes what lies beside the tags, but
+    not what another job's save, which is under way, keeps there.
+    Collective. Raises OSError, StorageError, OtherRankError."""
+    with ranks.all_or_none("save_checkpoint"):
+        own = {tag for _, tag, _ in leftovers.marked_beside(save_dir)}
     for tag in sorted(set[str]().union(*ranks.all_gathered(own))):
-        _mended(save_dir, tag)
+        _mended(save_dir, tag, "save_checkpoint")
 
 
-def _mended(load_dir: Path, tag: str) -> list[Held]:
-    """What all ranks hold, once a save that has died half-way is undone. Collective."""
-    told = ranks.all_gathered(_held(load_dir, tag))
-    chosen = _whole_on_all(told) if len({each.save for each in told}) > 1 else None
+def _mended(load_dir: Path, tag: str, what: str) -> list[Held]:
+    """What all ranks hold, once a save that has died half-way is undone. `what`: the call. Collective."""
+    told = _held_by_all(load_dir, tag, what)
+    differ = len({each.save for each in told}) > 1 and not any(each.under_way for each in told)
+    chosen = _whole_on_all(told) if differ else None
     if chosen is None:
         return told
-    _put_back(load_dir, tag, chosen)
-    return ranks.all_gathered(_held(load_dir, tag))
+    _put_back(load_dir, tag, chosen, what)
+    return _held_by_all(load_dir, tag, what)
+
+
+def _held_by_all(load_dir: Path, tag: str, what: str) -> list[Held]:
+    with ranks.all_or_none(what):
+        own = _held(load_dir, tag)
+    return ranks.all_gathered(own)
 
 
 def _held(load_dir: Path, tag: str) -> Held:
     folder, rank = load_dir / tag, ranks.rank()
+    beside = leftovers.marked_beside(load_dir) if load_dir.is_dir() else []
+    under_way = any(name == tag and leftovers.is_held(path) for path, name, _ in beside)  # ahead of what it may change
     found = found_saves(load_dir, tag)
     own = next((each for each in found if each.path == folder), None)
-    needed = (folder / manifest.NAME, manifest.rank_folder(folder, rank) / manifest.NAME)
-    lacks = tuple(str(path.relative_to(load_dir)) for path in needed if not path.is_file())
+    needed = [folder / manifest.NAME, manifest.rank_folder(folder, rank) / manifest.NAME]
     saved_on: dict[int, str] = {}
     if own is not None:
         with contextlib.suppress(CheckpointError):  # a damaged one, as the load says
-            hosts = manifest.read_folder(folder).get("hosts") or []
-            saved_on = {number: each["name"] for each in hosts for number in each["ranks"]}
+            described = manifest.read_folder(folder)
+            saved_on = {number: each["name"] for each in described.get("hosts") or [] for number in each["ranks"]}
+            if described["world_size"] != ranks.world_size():
+                needed.pop()  # the load says that the numbers of ranks differ
+    lacks = tuple(str(path.relative_to(load_dir)) for path in needed if not path.is_file())
     complete = tuple(manifest.complete_tags(load_dir))
-    return Held(socket.gethostname(), host_id(), own.save if own else None, tuple(found), lacks, saved_on, complete)
+    save = own.save if own else None
+    return Held(socket.gethostname(), host_id(), save, tuple(found), lacks, saved_on, complete, under_way)
 
 
 def _whole_on_all(told: Sequence[Held]) -> int | None:
@@ -233,9 +268,9 @@ def _whole_on_all(told: Sequence[Held]) -> int | None:
     return min(on_all & {held.save for held in told if held.save is not None}, key=ages.__getitem__, default=None)
 
 
-def _put_back(load_dir: Path, tag: str, save: int) -> None:
-    places = find_places(load_dir, "load_checkpoint")
-    with ranks.all_or_none("load_checkpoint"):
+def _put_back(load_dir: Path, tag: str, save: int, what: str) -> None:
+    places = find_places(load_dir, what)
+    with ranks.all_or_none(what):
         if places.is_first:
             there = {each.save: each for each in found_saves(load_dir, tag)}
             if there[save].path != load_dir / tag:

@@ -2,8 +2,9 @@
 
 [Note: leftovers] A save that was killed leaves its folder beside, with links to files of gone runs that hold space on the disk,
 or one with a file that was to replace one among the tags. The next save to the same place deletes them, by the marks in them
-(`leftovers`). Who writes such a folder holds a lock on it, which ends with the process; and nothing is deleted that may be the
-only copy of a checkpoint: an earlier one that could not be exchanged for the new at once.
+(`leftovers`). Who writes such a folder, or keeps the earlier one there until all hosts have switched, holds a lock on it, which
+ends with the process: meanwhile no save or load of another job deletes it or puts it back. And nothing is deleted that may be
+the only copy of a checkpoint: an earlier one that could not be exchanged for the new at once.
 
 Imports neither torch nor deepspeed.
 """
@@ -47,7 +48,7 @@ class TagFolder:
         self.beside = save_dir / f".{tag}.{token}"
         self._token = token
         self._run = next((run.name for run in run_dir.claimed()), None) or run_dir.new_run_id()
-        self._lock: int | None = None
+        self._locks: list[int] = []  # descriptors of `beside` and the earlier folder: no other save or load touches these
         self._earlier: Path | None = None  # what was the tag's folder, where it is kept
         self._is_switched = False  # and not settled: other hosts have yet to switch
         self._is_unclear = False  # which of the two folders is which
@@ -60,7 +61,7 @@ class TagFolder:
             make_folder(self.beside.parent)
             for found in leftovers.find_leftovers(self.beside.parent):
                 leftovers.remove_leftover(*found)
-            self._lock = self._made(self.beside)
+            self._locks.append(self._made(self.beside))
         except OSError as error:
             raise fail(self.beside, "create the folder", error, f"{remedy(error.errno)}; or save elsewhere") from error
 
@@ -73,7 +74,7 @@ class TagFolder:
         """
         try:
             _sync(self.beside, _FOLDER)
-            self._mark_earlier()
+            self._mark_earlier(hold=True)
             old = self._replace()
             try:
                 _sync(self.path.parent, _FOLDER)
@@ -86,16 +87,20 @@ class TagFolder:
         except OSError as error:
             raise fail(self.path, "switch to the new folder", error, remedy(error.errno)) from error
         finally:
-            self._unlock()
+            if not self._is_switched:
+                self._unlock()
         if not keep:
             self.settle()
 
     def settle(self) -> None:
         """All hosts have switched: delete the earlier folder."""
         self._is_switched = False
-        if self._earlier is not None:
-            self._remove(self._earlier)
-            self._earlier = None
+        try:
+            if self._earlier is not None:
+                self._remove(self._earlier)
+                self._earlier = None
+        finally:
+            self._unlock()
 
     def put_back(self, earlier: Path | None) -> None:
         """Let the folder of an earlier save, which is beside the tag's, be the tag's again (None: there was none), and the
@@ -135,8 +140,7 @@ class TagFolder:
         fd = os.open(folder, remove_tree.FOLDER | os.O_NOFOLLOW)
         try:
             os.fchmod(fd, 0o700)  # whatever the umask takes away
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(fd)
             leftovers.mark(fd, self._run, self.path.name, self._token)
         except BaseException:
             os.close(fd)
@@ -145,10 +149,13 @@ class TagFolder:
             raise
         return fd
 
-    def _mark_earlier(self) -> None:
-        """The tag's folder is about to be one beside; under its own name the mark means nothing."""
+    def _mark_earlier(self, hold: bool = False) -> None:
+        """The tag's folder is about to be one beside; under its own name the mark means nothing. `hold`: lock it, too."""
         if self.path.exists():
             with remove_tree.opened(self.path) as fd:
+                if hold:
+                    self._locks.append(os.dup(fd))
+                    _lock(fd)
                 leftovers.mark(fd, self._run, self.path.name, self._token)
 
     def _remove(self, folder: Path) -> None:
@@ -156,16 +163,16 @@ class TagFolder:
 
     def discard(self) -> None:
         """Delete `beside` after a failure, here or on another host."""
-        self._unlock()
-        if self._is_switched:
-            self._is_switched = False
-            try:
+        try:
+            if self._is_switched:
+                self._is_switched = False
                 self.put_back(self._earlier)
-            except StorageError as error:
-                logger.error("%s", error)
-                return
-        if not self._is_unclear:
-            self._remove(self.beside)
+            if not self._is_unclear:
+                self._remove(self.beside)
+        except StorageError as error:
+            logger.error("%s", error)
+        finally:
+            self._unlock()
 
     def _refuse_others_files(self) -> None:
         if self.path.is_symlink():
@@ -182,9 +189,8 @@ class TagFolder:
             )
 
     def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        while self._locks:
+            os.close(self._locks.pop())
 
     def _replace(self) -> Path | None:
         """Put `beside` in the place of the folder that is there; returns where that is now, None where there was none."""
@@ -204,9 +210,12 @@ class TagFolder:
         return old
 
     def _put_back(self, old: Path | None) -> None:
-        """Let the earlier folder be the tag's again. Where that fails, neither is deleted any more."""
+        """Let the earlier folder be the tag's again; the tag may be absent. Where that fails, nothing is deleted any more."""
         self._is_unclear = True
-        if old != self.beside or not _exchange(self.beside, self.path):
+        if not self.path.exists():
+            if old is not None:
+                os.rename(old, self.path)
+        elif old != self.beside or not _exchange(self.beside, self.path):
             os.rename(self.path, self.beside)
             if old is not None:
                 os.rename(old, self.path)
@@ -231,6 +240,12 @@ def found_saves(save_dir: Path, tag: str) -> list[Found]:
             if name == tag and (save := manifest.save_id(path)) is not None:
                 found.append(Found(save, path, token, (path / manifest.NAME).stat().st_mtime_ns))
     return found
+
+
+def _lock(folder: int) -> None:
+    """Until the descriptor, and each copy of it, is closed."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def check_tag(tag: str, save_dir: Path | None = None) -> None:
