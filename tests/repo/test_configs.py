@@ -32,7 +32,7 @@ MODEL_OF = {
     "gpt_175b_gpu": "gpt_175b",
 }
 
-PLANNED = {"gpt_13b"}  # shapes without a training configuration: for `ds-vertical plan` alone
+PLANNED = {"gpt_13b", "gpt_20b"}  # shapes without a training configuration: for `ds-vertical plan` alone
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Script:
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
         command = [
             *(sys.executable, "-m", "deepspeed.launcher.runner"),
-            *(_local_options(self.num_ranks) if self.hosts is None else self.hosts.options(_any_port())),
+            *(local_options(self.num_ranks) if self.hosts is None else self.hosts.options(_any_port())),
             *(() if self.with_local_rank else ("--no_local_rank",)),
             *("--module", "ds_vertical.run", str(self.path), *self._arguments(config)),
         ]
@@ -144,7 +144,7 @@ def terminations_raised() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _local_options(num_ranks: int) -> list[str]:
+def local_options(num_ranks: int) -> list[str]:
     """The launcher's options. No host file: a machine that has /job/hostfile would otherwise train on all its hosts."""
     return ["--hostfile", os.devnull, *_devices(num_ranks), "--master_port", str(_free_port())]
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ds_vertical.cli.bench.launch import local_options
 from ds_vertical.cli.bench.machine_info import accelerator, describe_machine, versions
 from ds_vertical.cli.common import JsonObject
 from ds_vertical.cli.links import worker_lines
@@ -81,9 +82,7 @@ def measure_links(options: argparse.Namespace, launcher_words: Sequence[str] = (
 
 
 def _command(options: argparse.Namespace, launcher_words: Sequence[str]) -> list[str]:
-    hosts = ["--hostfile", str(options.hostfile)]
-    if options.num_ranks is not None:
-        hosts = ["--hostfile", os.devnull, "--num_accelerators", str(options.num_ranks)]
+    hosts = ["--hostfile", str(options.hostfile)] if options.num_ranks is None else local_options(options.num_ranks)
     counts = ["--size-mb", str(options.size_mb), "--rounds", str(options.rounds)]
     return [sys.executable, "-m", "deepspeed.launcher.runner", *hosts, *launcher_words, "--module", _WORKER, *counts]
 

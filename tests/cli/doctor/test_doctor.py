@@ -568,7 +568,9 @@ def test_live_runs_are_told_from_dead_ones(tmp_path: Path, hold: Any) -> None:
     (tmp_path / "dead" / "state.swp").write_bytes(bytes(3 << 20))
     entry = json.loads((tmp_path / "live" / "rank0.lock").read_text())
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "rank0.lock").write_text(json.dumps(entry | {"host": "node7", "pid": 1, "run": "elsewhere"}))
+    (tmp_path / "elsewhere" / "rank0.lock").write_text(
+        json.dumps(entry | {"host": "node7", "pid": 1, "run": "elsewhere", "boot": "of node7"})
+    )
     (tmp_path / "zero_stage_3").mkdir()
     (tmp_path / "just a folder").mkdir()
     (tmp_path / "20260131-235959-node7-1f2e3d4c").mkdir()
