@@ -28,7 +28,8 @@ from ds_vertical.io import contention
 
 NUM_BATCHES = 2
 MOST_SLOWDOWN = 5  # on two cores; 1.5 to 1.8 by one process is usual, and more on a machine that others use
-MOST_USED = 2  # of the cores, over what the step computes; 1.2 is usual, and more than 3 where threads wait awake beside others
+# of the cores, over what the step computes: 1.2 is usual, 2.0 beside the other tests, above 3 where threads wait awake beside others
+MOST_USED = 2.5
 
 
 @contextlib.contextmanager
