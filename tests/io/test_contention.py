@@ -28,7 +28,7 @@ from ds_vertical.io import contention
 
 NUM_BATCHES = 2
 MOST_SLOWDOWN = 5  # on two cores; 1.5 to 1.8 by one process is usual, and more on a machine that others use
-# of the cores, over what the step computes: 1.2 is usual, 2.0 beside the other tests, above 3 where threads wait awake beside others
+# Of the cores, over what the step computes: 1.2 is usual, 2.0 beside the other tests, above 3 where waiting threads keep awake
 MOST_USED = 2.5
 
 
