@@ -80,12 +80,11 @@ class Network:
 
     def local_gather(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
         """A FETCH from the copies of a node's ranks."""
-        return self._within(elements * self._weight(element_bytes))
+        return self._within(elements * element_bytes)
 
     def spread(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
         """A SPREAD: over the nodes, then over the node."""
-        num_bytes = elements * self._weight(element_bytes)
-        return self._across(num_bytes) + self._within(num_bytes)
+        return self._across(elements * (self.weight_bytes or element_bytes)) + self._within(elements * element_bytes)
 
     def reduce(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
         """A REDUCE: over the node with two levels, else over all ranks."""
@@ -103,9 +102,6 @@ class Network:
             return self.gather(elements, element_bytes)
         copied = self.copy_share * elements if again else 0.0
         return self.spread(elements - copied, element_bytes) + self.local_gather(copied, element_bytes)
-
-    def _weight(self, element_bytes: float) -> float:
-        return self.weight_bytes or element_bytes
 
     def _ring(self, num_bytes: float) -> tuple[Hop, ...]:
         into_rank = (self.num_ranks - 1) / self.num_ranks * num_bytes

@@ -82,6 +82,7 @@ def test_fewer_bits_cross() -> None:
     found, exact = moved(bits), moved(LEVELS)
     assert found["net_cross"] == pytest.approx(6000 / 2 * (1 + 4 / 256) + 6000 / 2 * (0.5 + 4 / 256))
     assert exact["net_cross"] / found["net_cross"] > 3.7
+    assert exact["net_local"] == found["net_local"]  # a node's copy has the dtype of the weights again
 
 
 def test_one_node_and_one_rank() -> None:
