@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,17 +20,14 @@ def own_loss(finish: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def collect(data_iter: Iterator[Any], most: int, device: torch.device) -> list[Any]:
-    """Up to `most` micro-batches, their tensors moved to `device`. Raises StopIteration when there is none."""
-    batches: list[Any] = []
-    for _ in range(most):
-        try:
-            batch = next(data_iter)
-        except StopIteration:
-            break
-        batches.append(to_device(batch, device))
-    if not batches:
+    """Up to `most` micro-batches, their tensors moved to `device`. Raises StopIteration when there is none.
+
+    All are taken before the first is moved. So an interrupt finds the iterator at the step's begin or at its end.
+    """
+    taken = list(islice(data_iter, most))
+    if not taken:
         raise StopIteration
-    return batches
+    return [to_device(batch, device) for batch in taken]
 
 
 def as_iterator(data: Iterable[Any]) -> Iterator[Any]:

@@ -296,6 +296,17 @@ def test_an_interrupt_while_something_is_given_up(tmp_path: Path, files: tuple[s
     assert not trials.wrong and not trials.torn, "\n".join(trials.wrong + trials.torn)
 
 
+def test_an_interrupt_while_micro_batches_are_moved(tmp_path: Path) -> None:
+    """The iterator had lost one of the step's two."""
+    kind = "first step"
+    with FirstTrials(tmp_path, partial(make, kind), FIRST_STEPS, first_reference(kind), around=in_step) as trials:
+        cuts = cuts_in(trials.found, ("model/batch.py",), ("to_device", "collect"))
+        assert len(cuts) > 8
+        for cut in cuts[:: max(1, len(cuts) // 8)]:
+            trials.cut(cut)
+    assert not trials.wrong and not trials.torn, "\n".join(trials.wrong + trials.torn)
+
+
 def test_an_interrupt_while_a_step_is_handed_over(tmp_path: Path) -> None:
     """The pipeline seemed idle though it had been given a step, whose gradient was then taken away. It may tear the state: of a
     step that is made to count."""
