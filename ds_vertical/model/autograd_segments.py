@@ -352,11 +352,9 @@ def watching_hooks() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _stopping_at(edges: Iterable[tuple[Node, int]]) -> Iterator[None]:
     """Within the block gradients stop at these edges."""
-    _stops.update(_place_of(node, output_nr) for node, output_nr in edges if _hooked)
-    try:
+    stops = [_place_of(node, output_nr) for node, output_nr in edges if _hooked]
+    with Changed(_stops.clear, partial(_stops.update, stops)):
         yield
-    finally:
-        _stops.clear()
 
 
 def _once(tensor: torch.Tensor, hook: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ds_vertical.errors import LayerError
+from ds_vertical.interrupts import Changed
 from ds_vertical.model.layers import Block
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -76,16 +77,20 @@ def raw_forward(module: nn.Module) -> Callable[..., object]:
 def _bare(module: nn.Module, own: Callable[..., object] | None) -> Iterator[None]:
     """The module without hooks, and with its own forward (None: that of its class), which its compiled call looks for."""
     kept = {name: module.__dict__[name] for name in (*_HOOKS, "forward") if name in module.__dict__}
-    try:
+
+    def strip() -> None:
         for name in _HOOKS:
             object.__setattr__(module, name, OrderedDict())
         module.__dict__.pop("forward", None)
         if own is not None:
             object.__setattr__(module, "forward", own)
-        yield
-    finally:
+
+    def put_back() -> None:
         for name, value in kept.items():
             object.__setattr__(module, name, value)
+
+    with Changed(put_back, strip):
+        yield
 
 
 @torch.compiler.disable

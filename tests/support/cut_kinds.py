@@ -90,6 +90,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "at once": {"clip": 0.05, "section": SECTION | {"optimizer_delay": 0.0, "optimizer_speculation": False}},
     "in place": {"clip": 0.0, "section": SECTION | {"on_nonfinite": "stop"}},
     "activations": {"clip": 0.0, "section": SECTION | {"activations": {"device": "ssd"}}},
+    "products": {"clip": 0.0, "section": SECTION | {"activations": {"keep": "products"}}},
+    "everything": {"clip": 0.05, "section": SECTION | {"activations": {"keep": "everything", "keep_device": "ssd"}}},
     "gradients": {"clip": 0.05, "section": SECTION | {"gradient_host_share": 0.0, "optimizer_speculation": False}},
     "fetched": {"clip": 0.05, "section": SECTION | {"outside_layers": "fetched"}},
     "no overlap": {"clip": 0.0, "section": SECTION | {"overlap": False}},

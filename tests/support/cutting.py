@@ -24,11 +24,13 @@ PACKAGE = str(Path(__import__("ds_vertical").__file__).parent)
 # what only shows, measures or plans; the rest is the engine's, the stores' and the queue's
 _LEFT_OUT = ("cli/", "planner/", "engine/disk_check", "engine/metrics", "engine/progress", "engine/run_log", "io/host")
 _LEFT_OUT += ("schedule/trace", "schedule/dependencies", "schedule/events", "compat/ops/cache")
+_ENTER = contextlib._GeneratorContextManager.__enter__.__code__
 _INNER = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
 
 
 class Site(NamedTuple):
-    """A place between two bytecodes: a function's start ("call") or end ("return"), or the end of one of C ("c_return")."""
+    """A place between two bytecodes: a function's start ("call") or end ("return"), the end of one of C ("c_return"), or where a
+    context manager written as a generator is open, and the block's code does not know it yet ("entered")."""
 
     file: str
     function: str
@@ -41,14 +43,19 @@ class Site(NamedTuple):
 
 
 def _site(frame: FrameType, event: str, arg: Any) -> Site | None:
+    if event not in ("call", "return", "c_return"):
+        return None
+    entered = event == "c_return" and arg is next and frame.f_code is _ENTER
+    if entered and frame.f_back is not None:
+        frame, event = frame.f_back, "entered"
     code = frame.f_code
-    if event not in ("call", "return", "c_return") or not code.co_filename.startswith(PACKAGE):
+    if not code.co_filename.startswith(PACKAGE):
         return None
     name = code.co_filename[len(PACKAGE) + 1 :]
     if name.startswith(_LEFT_OUT) or code.co_name in _INNER:
         return None
     callee = getattr(arg, "__name__", "") if event == "c_return" else ""
-    line = frame.f_lineno if event == "c_return" else code.co_firstlineno
+    line = frame.f_lineno if event in ("c_return", "entered") else code.co_firstlineno
     return Site(name, code.co_qualname, line, event, callee)
 
 

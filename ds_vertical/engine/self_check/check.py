@@ -232,11 +232,13 @@ def _seeded(seed: int | None) -> Iterator[None]:
 def generators_kept() -> Iterator[None]:
     """Python's and NumPy's random streams are as they were, after the block."""
     kept = [(item, item.capture()) for item in global_generators()]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for item, state in kept:
             item.install(state)
+
+    with Changed(put_back):
+        yield
 
 
 def put_state_back(*snapshots: Snapshot, refuse: bool = True) -> None:

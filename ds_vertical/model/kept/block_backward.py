@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from ds_vertical.interrupts import Changed
 from ds_vertical.model.autograd_segments import take_as_it_comes
 from ds_vertical.model.block_call import BlockGraph, requires_grad
 
@@ -74,16 +75,20 @@ class Leaves:
         """Within the block the leaves have no gradient; what they have at its end goes to `made`, and they have theirs back.
         `is_apart` says so of each leaf meanwhile."""
         before = [leaf.grad for leaf in self.tensors]
-        for leaf in self.tensors:
-            leaf.grad = None
-        _apart.update(map(id, self.tensors))
-        try:
-            yield
-            made += (leaf.grad for leaf in self.tensors)
-        finally:
+
+        def take_apart() -> None:
+            for leaf in self.tensors:
+                leaf.grad = None
+            _apart.update(map(id, self.tensors))
+
+        def put_back() -> None:
             _apart.clear()
             for leaf, grad in zip(self.tensors, before, strict=True):
                 leaf.grad = grad
+
+        with Changed(put_back, take_apart):
+            yield
+            made += (leaf.grad for leaf in self.tensors)
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Let gradients that were made apart be the leaves'."""

@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from ds_vertical.interrupts import Changed
 from ds_vertical.model.state.containers import (
     Container,
     Contents,
@@ -195,18 +196,21 @@ class BlockState:
         """
         after = [(track, self._now_of(track, track.installed)) for track, _ in self._versions]
         carried = self._carried_now()
-        now = self._elements.restore()
-        for (track, version), (_, now_held) in zip(self._versions, after, strict=True):
-            if version is not now_held:
-                track.item.install(version)
-        put_back(self._carried)
-        self.lend(twins)
+        now: list[tuple[torch.Tensor, Elements]] = []
         waiting = [
             (track, version)
             for (track, version), (_, before) in zip(after, self._versions, strict=True)
             if not (version is before and id(track) in self._quiet)
         ]
         places = [pair for pair in waiting if isinstance(pair[0].item, PlaceItem)]
+
+        def put_state_there() -> None:
+            now.extend(self._elements.restore())
+            for (track, version), (_, now_held) in zip(self._versions, after, strict=True):
+                if version is not now_held:
+                    track.item.install(version)
+            put_back(self._carried)
+            self.lend(twins)
 
         def put_places_back() -> None:
             nonlocal carried
@@ -216,15 +220,16 @@ class BlockState:
                 track, version = places.pop()
                 track.item.install(version)
 
-        try:
-            yield put_places_back
-        finally:
+        def put_all_back() -> None:
             put_places_back()
             for track, version in waiting:
                 if not isinstance(track.item, PlaceItem):
                     track.item.install(version)
             for tensor, elements in now:
                 elements.restore(tensor)
+
+        with Changed(put_all_back, put_state_there):
+            yield put_places_back
 
 
 def tensors_in_objects(values: Iterable[object]) -> list[tuple[tuple[int, ...], torch.Tensor]]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ds_vertical.errors import LayerError
+from ds_vertical.interrupts import Changed
 from ds_vertical.model.state.containers import (
     Container,
     Contents,
@@ -265,13 +266,13 @@ def global_generators_seeded(seed: int) -> Iterator[None]:
     """Within the block Python's and NumPy's own generators give the numbers of a seed."""
     items = global_generators()
     before = [item.capture() for item in items]
-    try:
-        for item, state in zip(items, seeded_states(seed), strict=True):
+
+    def install(states: Iterable[Any]) -> None:
+        for item, state in zip(items, states, strict=True):
             item.install(state)
+
+    with Changed(partial(install, before), partial(install, seeded_states(seed))):
         yield
-    finally:
-        for item, state in zip(items, before, strict=True):
-            item.install(state)
 
 
 def streams_of(value: object) -> Streams | None:
