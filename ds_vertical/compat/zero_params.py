@@ -248,10 +248,10 @@ def fill(arrived: Iterable[tuple[ZeroParam, torch.Tensor]]) -> None:
 
 
 def expect_no_more(params: Iterable[ZeroParam]) -> None:
-    """Nothing of these parameters is on its way any more: another rank is gone."""
+    """Nothing of these parameters is on its way any more: another rank is gone, or an interrupt has cut what waits for them."""
     for param in params:
         if param.ds_status == ZeroParamStatus.INFLIGHT:
-            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            _drop_full(param)
 
 
 def start_gather(params: Sequence[ZeroParam], group: ProcessGroup | None = None) -> Callable[[], None]:
@@ -286,6 +286,11 @@ def partition(params: Iterable[ZeroParam]) -> None:
         param.partition()
 
 
+def _drop_full(param: ZeroParam) -> None:
+    param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+    param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+
 def leave_shards(params: Iterable[ZeroParam]) -> None:
     """Leave of each parameter its shard only, where that rests, whatever state an interrupt has left it in. One that is
     persistent, and whole, stays so."""
@@ -293,7 +298,6 @@ def leave_shards(params: Iterable[ZeroParam]) -> None:
         if is_persistent(param) and param.ds_status == ZeroParamStatus.AVAILABLE:
             continue
         if param.ds_status != ZeroParamStatus.NOT_AVAILABLE or param.data.numel():
-            param.data = torch.empty(0, dtype=param.dtype, device=param.device)
-            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            _drop_full(param)
         if is_on_ssd(param) and not needs_read(param):
             param.nvme_swapper.remove_partition_and_release_buffers([param])

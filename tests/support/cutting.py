@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import shutil
 import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import CO_GENERATOR
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -25,12 +27,13 @@ PACKAGE = str(Path(__import__("ds_vertical").__file__).parent)
 _LEFT_OUT = ("cli/", "planner/", "engine/disk_check", "engine/metrics", "engine/progress", "engine/run_log", "io/host")
 _LEFT_OUT += ("schedule/trace", "schedule/dependencies", "schedule/events", "compat/ops/cache")
 _ENTER = contextlib._GeneratorContextManager.__enter__.__code__
+_YIELD = dis.opmap["YIELD_VALUE"]
 _INNER = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
 
 
 class Site(NamedTuple):
-    """A place between two bytecodes: a function's start ("call") or end ("return"), the end of one of C ("c_return"), or where a
-    context manager written as a generator is open, and the block's code does not know it yet ("entered")."""
+    """A place between two bytecodes: a function's start ("call") or end ("return"), the end of one of C ("c_return"), or where
+    a context manager written as a generator is open, and the block's code does not know it yet ("entered")."""
 
     file: str
     function: str
@@ -45,6 +48,9 @@ class Site(NamedTuple):
 def _site(frame: FrameType, event: str, arg: Any) -> Site | None:
     if event not in ("call", "return", "c_return"):
         return None
+    code = frame.f_code
+    if event == "return" and code.co_flags & CO_GENERATOR and code.co_code[frame.f_lasti] == _YIELD:
+        return None  # it has parked: no handler runs here, but where "entered" is, and ahead of the yield
     entered = event == "c_return" and arg is next and frame.f_code is _ENTER
     if entered and frame.f_back is not None:
         frame, event = frame.f_back, "entered"

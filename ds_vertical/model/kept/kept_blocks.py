@@ -17,6 +17,7 @@ from ds_vertical.model.kept.replay import Grab, OperationsDiffer, Replay, Result
 from ds_vertical.model.kept.slots import VIEW_LEFT, KeptStorage, Slots, unpack
 from ds_vertical.model.layers import Block
 from ds_vertical.model.state.restart import StateMissed
+from ds_vertical.model.thread_state import entered
 
 Mode = contextlib.AbstractContextManager[object]
 Again = Callable[[Mode], contextlib.AbstractContextManager[BlockGraph]]  # runs a block's forward again, within a context
@@ -77,16 +78,16 @@ class KeptBlocks:
                 yield None
             case "everything":
                 slots = Slots(params, call.args)
-                with saved_tensors_hooks(slots.pack, unpack):
+                with entered(saved_tensors_hooks(slots.pack, unpack)):
                     yield Keeping(KeptCall(kind, slots=slots))
             case "free" | "products":
                 if kind.plan is None:
                     recording = Recording([*call.args, *params, *self._blocks[block].module.buffers()])
-                    with saved_tensors_hooks(recording.pack, unpack), recording:
+                    with entered(saved_tensors_hooks(recording.pack, unpack), recording):
                         yield Keeping(KeptCall(kind), recording)
                 elif kind.policy == "products":
                     grab = Grab(kind.plan)
-                    with grab:
+                    with entered(grab):
                         yield Keeping(KeptCall(kind, results=grab.results), grab=grab)
                 else:
                     yield Keeping(KeptCall(kind))

@@ -9,7 +9,7 @@ this reaches the step, whose gradients come from a recompute of their own. A way
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -27,6 +27,7 @@ from ds_vertical.model.kept.recording import CallPlan, Recording
 from ds_vertical.model.kept.replay import OperationsDiffer, Replay, Results
 from ds_vertical.model.kept.slots import VIEW_LEFT, Slots, unpack
 from ds_vertical.model.layers import Block
+from ds_vertical.model.thread_state import entered
 from ds_vertical.types import ActivationPolicy
 
 Backward = Callable[[BlockGraph], InputGradients]
@@ -93,7 +94,7 @@ class _Call:
         """The plans by which "free" and "products" leave out operations, the results that the latter keeps, and why there is
         no plan."""
         recording = Recording([*self.inputs, *self.params, *self.block.module.buffers()])
-        with self.again(_both(saved_tensors_hooks(recording.pack, unpack), recording)) as graph:
+        with self.again(entered(saved_tensors_hooks(recording.pack, unpack), recording)) as graph:
             recording.finish(graph.outputs, ())
             leaves = _ends(graph, keep_graph=False)
             free, reason = recording.plan("free", leaves)
@@ -102,12 +103,6 @@ class _Call:
         if free is None or products is None:
             return {}, Results(), reason
         return {"free": free, "products": products}, Results.of_recording(recording, products), ""
-
-
-@contextlib.contextmanager
-def _both(first: Mode, second: Mode) -> Iterator[None]:
-    with first, second:
-        yield
 
 
 def _ends(graph: BlockGraph, keep_graph: bool) -> list[object]:
