@@ -5,7 +5,8 @@
 Each arm trains on four ranks of this machine. Two of them share a copy of the weights, as if they were a node. So half of the
 hops is over "nodes", and weights and gradients are rounded as they are on two hosts. The arms see the same text, seeds and
 micro-batches. The figure of an arm is its held-out loss at the end over that of "exact". Writes
-benchmarks/quantised/MODEL_STEPS_DATE.json with each held-out loss. Other work on the machine changes nothing but the time.
+benchmarks/quantised/MODEL_STEPS_DATE.json with each held-out loss as soon as an arm has ended. The same command goes on with
+the arms that are missing there. Other work on the machine changes nothing but the time.
 """
 
 from __future__ import annotations
@@ -72,6 +73,12 @@ def summary(losses: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return {"over_exact": ratios, "met": {arm: ratio <= MOST[arm] for arm, ratio in ratios.items()}}
 
 
+def recorded(path: Path, settings: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The held-out losses of arms that have ended before, with the same settings."""
+    record = json.loads(path.read_text()) if path.exists() else {}
+    return record["held_out"] if record.get("settings") == settings else {}
+
+
 def main() -> int:
     """Trains the arms one after the other; returns 0 where all ratios are as required."""
     from commits import made_of
@@ -84,9 +91,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64, help="of a micro-batch")
     parser.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS), help="with exact among them")
     options = parser.parse_args()
-    losses: dict[str, list[dict[str, Any]]] = {}
+    settings = {name: getattr(options, name) for name in ("model", "steps", "micro_batches", "tokens")}
+    path = ROOT / "benchmarks" / "quantised" / f"{options.model}_{options.steps}_{datetime.date.today().isoformat()}.json"
+    losses = recorded(path, settings)
     with tempfile.TemporaryDirectory(prefix="ds_vertical.loss.") as folder:
-        for arm in options.arms:
+        for arm in [arm for arm in options.arms if arm not in losses]:
             ssd = Path(folder, f"{arm}.ssd")
             ssd.mkdir()
             config = Path(folder, f"{arm}.json")
@@ -94,12 +103,17 @@ def main() -> int:
             config.write_text(json.dumps(made))
             losses[arm] = train(config, Path(folder, arm), options)
             print(f"{arm}: " + ", ".join(f"{each['loss']:.4f} at {each['step']}" for each in losses[arm]), flush=True)
+            found = summary(losses)
+            result = {
+                **made_of(),
+                "settings": settings,
+                "arms": {arm: ARMS[arm] for arm in losses},
+                "held_out": losses,
+                **found,
+            }
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(result, indent=2) + "\n")
     found = summary(losses)
-    settings = {name: getattr(options, name) for name in ("model", "steps", "micro_batches", "tokens")}
-    result = {**made_of(), "settings": settings, "arms": {arm: ARMS[arm] for arm in losses}, "held_out": losses, **found}
-    path = ROOT / "benchmarks" / "quantised" / f"{options.model}_{options.steps}_{datetime.date.today().isoformat()}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(found), f"written: {path}")
     return 0 if all(found["met"].values()) else 1
 

@@ -204,12 +204,9 @@ class BlockState:
         ]
         places = [pair for pair in waiting if isinstance(pair[0].item, PlaceItem)]
 
-        def put_state_there() -> None:
+        def put_call_there() -> None:
             now.extend(self._elements.restore())
-            for (track, version), (_, now_held) in zip(self._versions, after, strict=True):
-                if version is not now_held:
-                    track.item.install(version)
-            put_back(self._carried)
+            self._install([held for _, held in after])
             self.lend(twins)
 
         def put_places_back() -> None:
@@ -228,8 +225,15 @@ class BlockState:
             for tensor, elements in now:
                 elements.restore(tensor)
 
-        with Changed(put_all_back, put_state_there):
+        with Changed(put_all_back, put_call_there):
             yield put_places_back
+
+    def _install(self, held: Sequence[Version]) -> None:
+        """Let everything hold what it held at the call. `held`: what each track holds now."""
+        for (track, version), now_held in zip(self._versions, held, strict=True):
+            if version is not now_held:
+                track.item.install(version)
+        put_back(self._carried)
 
 
 def tensors_in_objects(values: Iterable[object]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
