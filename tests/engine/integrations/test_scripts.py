@@ -82,9 +82,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         pytest.param("trainer", EVALUATING, False, id="trainer"),  # the launcher's two processes cost as much as the script's
         pytest.param("trainer", EVALUATING, True, id="trainer by the launcher", marks=pytest.mark.slow),
         pytest.param("trainer", ["--model_name_or_path", PRETRAINED], True, id="trainer, pretrained", marks=pytest.mark.slow),
-        pytest.param("trl_sft", [], False, id="trl_sft"),
-        pytest.param("trl_sft", ["--lora", "true"], True, id="trl_sft with LoRA", marks=pytest.mark.slow),
-        pytest.param("lora", [], False, id="lora"),
+        pytest.param("trl_sft", [], False, id="trl_sft", marks=pytest.mark.slow),
+        pytest.param("trl_sft", ["--lora", "true"], False, id="trl_sft with LoRA"),  # TRL and PEFT in one
+        pytest.param("trl_sft", ["--lora", "true"], True, id="trl_sft with LoRA by the launcher", marks=pytest.mark.slow),
+        pytest.param("lora", [], False, id="lora", marks=pytest.mark.slow),
         pytest.param("lora", [], True, id="lora by the launcher", marks=pytest.mark.slow),
     ],
 )
