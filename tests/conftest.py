@@ -27,8 +27,12 @@ os.environ.setdefault("DS_VERTICAL_LIMITS", "")  # what a null means must not de
 cache.set_environment()
 
 
-# The modules with a fixture of a minute: not last, when idle workers would take parts of them and each make that fixture.
-FIRST = {"test_ranks.py"}
+# The longest modules, in this order: idle workers take the ends of others' queues, so what stands there should be short, and no
+# fixture of a minute should be made twice. One worker begins with all of these, and so forks them all from one process.
+FIRST = (
+    *("test_ranks.py", "test_levels_engine.py", "test_in_flight.py", "test_levels.py", "test_reductions.py"),
+    *("test_two_hosts.py", "test_scripts.py", "test_patch.py", "test_stock_calls.py", "test_links.py"),
+)
 # Members of matrices that take long and resemble others which stay in the fast suite.
 SLOW_MEMBERS = {
     "test_activations.py::test_the_same_bits_on_ssd[half-snake]",
@@ -170,12 +174,13 @@ SLOW_MEMBERS = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in FIRST)
+    places = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(FIRST)))
     members = {f"{item.path.name}::{item.name}": item for item in items}
     for name in SLOW_MEMBERS & members.keys():
         members[name].add_marker(pytest.mark.slow)
     files = {item.path.name for item in items}
-    stale = [name for name in SLOW_MEMBERS - members.keys() if files > FIRST and config.args_source.name != "ARGS"]
+    stale = [name for name in SLOW_MEMBERS - members.keys() if files > {*FIRST} and config.args_source.name != "ARGS"]
     if stale:
         raise pytest.UsageError(f"tests/conftest.py, SLOW_MEMBERS: there are no such tests: {sorted(stale)}")
     need_hosts = [item for item in items if item.get_closest_marker("two_hosts")]

@@ -20,7 +20,7 @@ USES = ("F", "B")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has noted, by "True" and "False", with overlap and without."""
     folder = tmp_path_factory.mktemp("in_flight")
-    start_ranks([sys.executable, str(Path(in_flight_worker.__file__)), str(folder)], folder)
+    start_ranks([sys.executable, str(Path(in_flight_worker.__file__)), str(folder)], folder, forked=True)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

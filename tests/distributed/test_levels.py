@@ -13,12 +13,16 @@ from processes import start_ranks
 from ds_vertical.distributed.levels import Issued, clear_padding, cut_into_chunks, joined_chunks, tree_sum
 
 
-def run(tmp_path: Path, num_ranks: int, *shapes: str, limit_s: float = 850) -> None:
-    start_ranks([sys.executable, str(Path(level_worker.__file__)), *shapes], tmp_path, limit_s=limit_s, num_ranks=num_ranks)
+def command_of(*shapes: str) -> list[str]:
+    return [sys.executable, str(Path(level_worker.__file__)), *shapes]
+
+
+def run(tmp_path: Path, num_ranks: int, *shapes: str) -> None:
+    start_ranks(command_of(*shapes), tmp_path, limit_s=850, num_ranks=num_ranks)
 
 
 def test_four_ranks_as_two_nodes_of_two(tmp_path: Path) -> None:
-    run(tmp_path, 4, "2/2", limit_s=200)
+    start_ranks(command_of("2/2"), tmp_path, limit_s=200, num_ranks=4, forked=True)
 
 
 @pytest.mark.slow

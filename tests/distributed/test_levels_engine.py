@@ -53,9 +53,9 @@ def start_jobs(folder: Path, runs: list[dict[str, Any]]) -> list[subprocess.Pope
     return processes
 
 
-def run_jobs(folder: Path, runs: list[dict[str, Any]]) -> list[Found]:
+def run_jobs(folder: Path, runs: list[dict[str, Any]], forked: bool = False) -> list[Found]:
     """What each rank found."""
-    start_ranks(command_of(folder, runs), folder, num_ranks=level_training_worker.NUM_RANKS)
+    start_ranks(command_of(folder, runs), folder, num_ranks=level_training_worker.NUM_RANKS, forked=forked)
     return [Found(folder, rank) for rank in range(level_training_worker.NUM_RANKS)]
 
 
@@ -68,7 +68,7 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], toleran
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     folder = tmp_path_factory.mktemp("levels")
     traced = {"name": "copies", "levels": {}, "section": {"trace": str(folder / "trace")}}
-    return run_jobs(folder, [{"name": "flat"}, traced])
+    return run_jobs(folder, [{"name": "flat"}, traced], forked=True)
 
 
 def test_weights_and_gradients_are_those_of_one_level(trained: list[Found]) -> None:

@@ -74,7 +74,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
         listed.append({"name": f"fp32 delay {delay}", "dtype": "fp32", "vertical": True, "options": options})
     description = folder / "job.json"
     description.write_text(json.dumps({"folder": str(swap), "out": str(folder), "runs": listed}))
-    start_ranks([sys.executable, str(WORKER), str(description)], folder)
+    start_ranks([sys.executable, str(WORKER), str(description)], folder, forked=True)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)], swap
 
 

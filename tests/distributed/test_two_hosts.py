@@ -105,7 +105,7 @@ def on_one_host(folder: Path, num_ranks: int, steps: int = 2) -> Path:
     out = folder / "one"
     out.mkdir()
     words = ["--nvme", str(folder / "nvme"), "--out", str(out), "--steps", str(steps)]
-    start_ranks([sys.executable, str(two_hosts.WORKER), *words], out, num_ranks=num_ranks)
+    start_ranks([sys.executable, str(two_hosts.WORKER), *words], out, num_ranks=num_ranks, forked=True)
     return out
 
 

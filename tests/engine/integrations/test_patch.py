@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from scripts_as_they_are import CONFIG
 
@@ -110,7 +110,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     script.write_text(CASES)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29518"}
     command = [sys.executable, str(script), str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | alone)
+    done = forks.run(folder, command, os.environ | alone, 300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list((folder / "ssd").iterdir()) == [], "folders of runs were left behind"
     told = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))

@@ -6,9 +6,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from library_scripts import SCRIPTS, TRAINING, config_of, pretrained_model
@@ -25,11 +26,12 @@ PRETRAINED = "a folder that `save_pretrained` has written"
 LAUNCHER = ("-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--num_accelerators", "1")
 EVALUATING = ["--eval_strategy", "steps", "--eval_steps", "2"]
 pytestmark = pytest.mark.timeout(620)  # two arms of 280 s at most
+Start = Callable[[Path, list[str], Mapping[str, str], float], subprocess.CompletedProcess[str]]
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 def launch(script: str, folder: Path, vertical: bool, *arguments: str, launcher: bool = True) -> str:
-    """What the script printed. Stock's arm starts alone; ours by DeepSpeed's launcher, or alone as well."""
+    """What the script printed. Stock's arm is a fork; ours starts by DeepSpeed's launcher, or alone, as a user's does."""
     folder.mkdir()
     config = str(config_of(script, folder, vertical))
     given = {"three_calls": ["--deepspeed", "--deepspeed_config", config], "accelerate_loop": ["--deepspeed_config", config]}
@@ -41,13 +43,19 @@ def launch(script: str, folder: Path, vertical: bool, *arguments: str, launcher:
     command = [sys.executable, *how, str(SCRIPTS / f"{script}.py")]
     command += [*given.get(script, ["--deepspeed", config, *TRAINING]), "--output_dir", str(folder / "out"), *arguments]
     bridge = "three calls" if script in given else "Trainer"
-    return ran(command, folder, bridge if vertical else None, {} if launcher else ALONE | {"MASTER_PORT": port})
+    start = subprocess_in if vertical else forks.run
+    return ran(command, folder, bridge if vertical else None, {} if launcher else ALONE | {"MASTER_PORT": port}, start)
 
 
-def ran(command: list[str], folder: Path, bridge: str | None, variables: Mapping[str, str]) -> str:
+def subprocess_in(folder: Path, command: list[str], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def ran(
+    command: list[str], folder: Path, bridge: str | None, variables: Mapping[str, str], start: Start = subprocess_in
+) -> str:
     """What a command printed that ends well, and trains through this bridge; None: in DeepSpeed's own order."""
-    env = os.environ | {"HF_HUB_OFFLINE": "1"} | variables
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False)
+    done = start(folder, command, os.environ | {"HF_HUB_OFFLINE": "1"} | variables, 280)
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-4000:]
     assert ("vertical schedule ACTIVE" in printed) == (bridge is not None)
@@ -74,9 +82,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         pytest.param("trainer", EVALUATING, False, id="trainer"),  # the launcher's two processes cost as much as the script's
         pytest.param("trainer", EVALUATING, True, id="trainer by the launcher", marks=pytest.mark.slow),
         pytest.param("trainer", ["--model_name_or_path", PRETRAINED], True, id="trainer, pretrained", marks=pytest.mark.slow),
-        pytest.param("trl_sft", [], False, id="trl_sft"),
-        pytest.param("trl_sft", ["--lora", "true"], True, id="trl_sft with LoRA", marks=pytest.mark.slow),
-        pytest.param("lora", [], False, id="lora"),
+        pytest.param("trl_sft", [], False, id="trl_sft", marks=pytest.mark.slow),
+        pytest.param("trl_sft", ["--lora", "true"], False, id="trl_sft with LoRA"),  # TRL and PEFT in one
+        pytest.param("trl_sft", ["--lora", "true"], True, id="trl_sft with LoRA by the launcher", marks=pytest.mark.slow),
+        pytest.param("lora", [], False, id="lora", marks=pytest.mark.slow),
         pytest.param("lora", [], True, id="lora by the launcher", marks=pytest.mark.slow),
     ],
 )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 from scripts_as_they_are import CONFIG
 
@@ -58,8 +58,8 @@ def test_three_calls_of_the_stock_arm_are_seeded_recorded_and_ended(tmp_path: Pa
     path.write_text(json.dumps(config))
     script.write_text(LOOPS)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29519"}
-    command = [sys.executable, script, path, METRICS_VARIABLE, metrics, STEPS_VARIABLE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=os.environ | alone)
+    command = [sys.executable, *map(str, (script, path, METRICS_VARIABLE, metrics, STEPS_VARIABLE))]
+    done = forks.run(tmp_path, command, os.environ | alone, 200)
     assert done.returncode == 0, done.stdout + done.stderr
     told = [line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("MEANS", "LOSSES"))]
     assert [name for name, _ in told] == ["MEANS", "LOSSES", "LOSSES"], "the third step should have ended the process"
