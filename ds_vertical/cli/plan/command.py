@@ -22,7 +22,7 @@ from ds_vertical.io.atomic_file import check_out, write_out
 from ds_vertical.model.hf import named_shape, read_fields, shape_names
 from ds_vertical.planner import machine as profile
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.candidate import Candidate, into_node_bytes, uncollected
+from ds_vertical.planner.candidate import Candidate, into_node_bytes
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
 from ds_vertical.planner.machine import Profile, read_links
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of, without_frozen
@@ -183,7 +183,6 @@ def _linked(machine: Profile, options: argparse.Namespace) -> Profile:
     return machine
 
 
-@uncollected
 def _spec(options: argparse.Namespace) -> tuple[ModelSpec, JsonObject]:
     path = named_shape(options.model)
     from ds_vertical.cli.plan.fake_run import Lora, read_spec
