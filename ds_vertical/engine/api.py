@@ -31,6 +31,7 @@ from ds_vertical.engine.autotune import choose_copy_share, choose_gradient_tier,
 from ds_vertical.engine.engine import VerticalEngine
 from ds_vertical.engine.integrations.pretrained import write_full_weights
 from ds_vertical.engine.integrations.stock_calls import StockCalls
+from ds_vertical.engine.keeping.keeping import check_room
 from ds_vertical.engine.keeping.planner import KeepPlanner, open_choice
 from ds_vertical.engine.memory_check import Forecast, check_memory, groups_of, host_room
 from ds_vertical.engine.progress import Progress
@@ -287,6 +288,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     resolved = choose_timing(section, resolved, forecast_of(resolved).paired(room), model, report, room)
     resolved, planner = open_choice(KeepPlanner(forecast := forecast_of(resolved).paired(room), resolved, report, *room))
     needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
+    check_room(resolved.activations, host_bytes, left)
     needs += disk_check.check_disk(forecast, config, resolved)
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:

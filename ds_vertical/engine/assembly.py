@@ -219,7 +219,7 @@ class Assembly:
         tiers = {tier for tier, share in settings.kept_shares.items() if share}
         limit = host_limit if one_memory else None
         if self.layers.num_layers < 2 or not tiers - {Tier.DEVICE, Tier.HOST if one_memory else Tier.DEVICE}:
-            return KeptStore(None, limit, gives_up)
+            return KeptStore(None, limit, gives_up, settings.keep)
         path = folder / "kept" / f"kept{ranks.rank()}.bin" if Tier.SSD in tiers and folder is not None else None
         if path is not None:
             stripes.spread_file(path, sys.maxsize)  # it grows
@@ -229,7 +229,7 @@ class Assembly:
         host_tier.remedy = KEPT_REMEDY
         if activations is not None:
             host_tier.beside, activations.swapper.host_tier.beside = activations.swapper.host_tier, host_tier
-        return KeptStore(swapper, limit, gives_up)
+        return KeptStore(swapper, limit, gives_up, settings.keep)
 
     def watch_state(self) -> ForwardState:
         """What the modules hold that belongs to one forward."""

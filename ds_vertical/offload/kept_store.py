@@ -26,8 +26,12 @@ from ds_vertical.offload.activation_store import SMALLEST_BYTES
 from ds_vertical.offload.tensor_swapper import SwappedTensor, TensorSwapper
 from ds_vertical.schedule.events import Cell, Event, Op
 from ds_vertical.schedule.executor import Handler
-from ds_vertical.types import Tier
+from ds_vertical.types import ActivationPolicy, Tier
 
+ONE_CELL_REMEDY = (
+    'write a smaller train_micro_batch_size_per_gpu, "keep": "free" or "none", or, where it is set, a larger'
+    ' "vertical_schedule.host_memory_bytes"'
+)
 KEPT_REMEDY = (
     'write fewer gradient_accumulation_steps, "keep": "products" or "none", "keep_device": "ssd", or, where it is set, a larger'
     ' "vertical_schedule.host_memory_bytes"'
@@ -38,13 +42,21 @@ class KeptStore:
     """Where the kept values of each cell are. `swapper`: moves them; None where none leave the device.
 
     `device_limit`: bytes that they may take on the device; None: any number. `gives_up`: a cell for which there is no room
-    keeps nothing. `resting`: of the step under way, or of the last one, the cells and bytes that each tier has held.
+    keeps nothing. `policy`: the JSON's, for messages. `resting`: of the step under way, or of the last one, the cells and bytes
+    that each tier has held.
     """
 
-    def __init__(self, swapper: TensorSwapper | None, device_limit: int | None, gives_up: bool = False) -> None:
+    def __init__(
+        self,
+        swapper: TensorSwapper | None,
+        device_limit: int | None,
+        gives_up: bool = False,
+        policy: ActivationPolicy = "everything",
+    ) -> None:
         self.swapper = swapper
         self.device_limit = device_limit
         self.gives_up = gives_up
+        self._policy = policy
         self.most_bytes = 0  # of one cell, so far
         self.resting: dict[Tier, tuple[int, int]] = {}
         self._tiers: Mapping[Cell, Tier] = {}
@@ -73,11 +85,13 @@ class KeptStore:
         }
 
     def note(self, cell: Cell, boundary: BoundaryTensors) -> None:
-        """The cell's forward has kept values. Raises MemoryBudgetError where they take more of the device than they may."""
+        """The cell's forward has kept values. Raises MemoryBudgetError where they take more of the device than they may; where
+        one cell alone does, ahead of any buffer or file for what is kept."""
         kept = sum(value.num_bytes for value in boundary.kept(cell[0]))
         self.most_bytes = max(self.most_bytes, kept)
         if not kept:
             return
+        self._refuse_one(kept)
         held = sum(self._on_device.values()) + kept
         if self.device_limit is not None and held > self.device_limit and self.gives_up:
             boundary.forget_kept(cell[0])
@@ -89,6 +103,15 @@ class KeptStore:
                 f"vertical_schedule.activations.keep: {held} bytes of host memory, which is the device's, hold what"
                 f" {len(self._on_device)} forwards have kept for their backwards, {kept} the last one, and the memory budget"
                 f" (see the start) leaves {self.device_limit}; {KEPT_REMEDY}"
+            )
+
+    def _refuse_one(self, kept: int) -> None:
+        """Raise MemoryBudgetError where there is no room for a single cell, which keeps so many bytes."""
+        if self.device_limit is not None and kept > self.device_limit and not self.gives_up:
+            raise MemoryBudgetError(
+                f'vertical_schedule.activations.keep: got "{self._policy}"; of one micro-batch one layer keeps {kept} bytes in'
+                f" host memory, which is the device's, and the memory budget (see the start) leaves {self.device_limit};"
+                f" {ONE_CELL_REMEDY}"
             )
 
     def forget(self, cell: Cell) -> None:

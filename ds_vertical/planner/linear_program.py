@@ -355,8 +355,9 @@ def _link_rows(case: LpProblem, sweep: str) -> Iterator[Constraint]:
 def _kept_bytes(case: LpProblem, *tiers: Tier) -> Row:
     """Bytes that all cells would keep in `tiers`, by the variables for it."""
     found: Row = {}
+    by_tier = {tier: tier_shares(case.shape.num_layers, {tier: 1.0}) for tier in {tier for _, tier in case.kept.values()}}
     for name, (point, tier) in case.kept.items():
-        shares = tier_shares(case.shape.num_layers, {tier: 1.0})
+        shares = by_tier[tier]
         if num_bytes := case.num_cells * point.num_bytes * sum(shares[own] for own in tiers):
             found[name] = num_bytes
     return found

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import truediv
 from typing import Final
 
@@ -53,14 +54,21 @@ class SimulatedSpan:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """What a simulated run did. `issued_s` and `end_s`: per event, over all steps; `busy_s`: seconds in which a lane worked."""
+    """What a simulated run did. `ran`: the stages as they ended, each with its event's index, start and end. `issued_s` and
+    `end_s`: per event, over all steps; `busy_s`: seconds in which a lane worked."""
 
     events: tuple[Event, ...]
     num_steps: int
-    spans: tuple[SimulatedSpan, ...]
+    ran: Sequence[tuple[int, Stage, float, float]]
     issued_s: tuple[float, ...]
     end_s: tuple[float, ...]
     busy_s: dict[Lane, float]
+
+    @cached_property
+    def spans(self) -> tuple[SimulatedSpan, ...]:
+        """What ran, in the order in which it began."""
+        spans = [SimulatedSpan(index, self.events[index], stage, start, end) for index, stage, start, end in self.ran]
+        return tuple(sorted(spans, key=lambda span: (span.start_s, span.index)))
 
     @property
     def makespan_s(self) -> float:
@@ -181,6 +189,7 @@ class _Simulation:
         for index, event in enumerate(events):
             if event.op is Op.FETCH and not event.ahead:
                 first.setdefault(event.layer, index)
+        self.delayed = [event.op is Op.STEP and (event.ahead or event.step_offset < 0) for event in events] * steps
         self.first_fetches = {step * len(events) + index for step in range(steps) for index in first.values()}
         self.machine = machine
         self.steps = steps
@@ -201,7 +210,7 @@ class _Simulation:
         self.tasks_left = [sum(map(len, jobs)) for jobs in self.jobs]
         self.values_left = [sum(t.stage.lane != "ssd_write" for job in jobs for t in job) for jobs in self.jobs]
         self.hinted: list[list[_Task]] = [[] for _ in range(count)]
-        self.spans: list[SimulatedSpan] = []
+        self.ran: list[tuple[int, Stage, float, float]] = []
         self.busy_s: dict[Lane, float] = {}
         self.overlap = settings.overlap
         self.factors: dict[tuple[Lane, ...], tuple[float, ...]] = {}  # by what is active, see `_divided`
@@ -217,10 +226,10 @@ class _Simulation:
 
     def add_edge(self, earlier: int, later: int) -> None:
         """`later` needs `earlier`: of a delayed step its values, for a FETCH its files."""
-        step, by_values = self.events[earlier], False
-        if step.op is Op.STEP and (step.ahead or step.step_offset < 0):
-            reads = self.events[later].op is Op.FETCH and not (step.ahead and later in self.first_fetches)
-            by_values = not reads and self.values_left[earlier] > 0
+        by_values = False
+        if self.delayed[earlier]:
+            is_first = self.events[earlier].ahead and later in self.first_fetches
+            by_values = (is_first or self.events[later].op is not Op.FETCH) and self.values_left[earlier] > 0
         (self.on_values if by_values else self.on_end)[earlier].append(later)
         self.waits[later] += 1
 
@@ -257,8 +266,7 @@ class _Simulation:
             index = next(i for i, end in enumerate(self.end_s) if end is None)
             raise error_at(self.events, index, "never ends: what it waits for comes after it")
         issued, ended = ([s or 0.0 for s in times] for times in (self.issued_s, self.end_s))
-        spans = tuple(sorted(self.spans, key=lambda span: (span.start_s, span.index)))
-        return SimulatedRun(self.events, self.steps, spans, tuple(issued), tuple(ended), self.busy_s)
+        return SimulatedRun(self.events, self.steps, self.ran, tuple(issued), tuple(ended), self.busy_s)
 
     def _issue(self) -> None:
         count = len(self.events)
@@ -342,7 +350,7 @@ class _Simulation:
     def _complete(self, task: _Task) -> None:
         index, stage = task.index, task.stage
         self.queues[stage.lane, stage.purpose].popleft()
-        self.spans.append(SimulatedSpan(index, self.events[index], stage, task.start_s or 0.0, self.now))
+        self.ran.append((index, stage, task.start_s or 0.0, self.now))
         for follower in task.followers:
             follower.waits -= 1
         if stage.lane != "ssd_write":

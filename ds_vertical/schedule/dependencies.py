@@ -440,13 +440,11 @@ def _check_once(schedule: Schedule) -> None:
         allowed |= {e for u in units for e in (Event(Op.STEP, u, None, DELAYED, -1), Event(Op.FETCH, u, step_offset=1))}
         allowed |= {Event(Op.STEP, u, part=DELAYED) for u in units if schedule.delayed}
         allowed |= {Event(Op.HOLD, u, part=part) for u in units for part in (None, DELAYED)}
-        moved: tuple[Unit, ...] = (PRE, *range(schedule.num_layers))
-        allowed |= {Event(op, u, m) for op in _MOVES for u in moved for m in range(schedule.num_micro_batches)}
         allowed |= {Event(op, *cell) for op in _KEPT_MOVES for cell in schedule.kept}
     seen: Counter[Event] = Counter()
     for index, event in enumerate(schedule.events):
         seen[event] += 1
-        if event not in allowed:
+        if event not in allowed and not _is_move(schedule, event):
             shape = f"{schedule.num_layers} layers, {schedule.num_micro_batches} micro-batches"
             raise error_at(schedule.events, index, f"has no place in a schedule of order {schedule.order} with {shape}")
         most = 2 if event.layer == PRE and PRE in schedule.outside.apart else 1
@@ -454,6 +452,14 @@ def _check_once(schedule: Schedule) -> None:
         if (once and seen[event] > 1) or (event.layer in (PRE, SUF) and seen[event] > most):
             raise error_at(schedule.events, index, f"stands here {_TOO_OFTEN[1 if once else most]}")
     _check_outside(schedule)
+
+
+def _is_move(schedule: Schedule, event: Event) -> bool:
+    """Whether the event moves what passes between layers, of a layer or micro-batch of a training schedule."""
+    if event.op not in _MOVES or schedule.order == "forward" or event.micro_batch is None:
+        return False
+    has_unit = event.layer == PRE or (isinstance(event.layer, int) and event.layer < schedule.num_layers)
+    return has_unit and event.micro_batch < schedule.num_micro_batches
 
 
 def _check_outside(schedule: Schedule) -> None:

@@ -27,6 +27,8 @@ def test_a_wheel_has_the_shapes_the_machines_and_the_sources(tmp_path: Path) -> 
         data = (path.name for path in (ROOT / folder).iterdir() if path.suffix in (".json", ".cpp", ".j2"))
         there = {f"ds_vertical/{target}/{name}" for name in data}
         assert there and there <= set(names)
+    modules = [name for name in tracked.split("\0") if name.startswith("ds_vertical/") and name.endswith(".py")]
+    assert [name for name in modules if name not in names] == [], "pyproject.toml: packages that are not listed"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
     code = "import ds_vertical.model.hf as s; print(s.SHAPES); print(s.named_shape('gpt_175b'))"

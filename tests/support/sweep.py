@@ -170,7 +170,7 @@ def _compared(model_type: str, variant: Mapping[str, int]) -> dict[str, Any]:
         named = _tried(model_type, variant, attempt, names_layers=True)
         if named["result"] != "refused":
             return named
-        row["words"] += "" if named["words"] in row["words"] else f" With the layers named: {named['words']}"
+        row["words"] += "" if named["words"] in row["words"] else f". With the layers named: {named['words']}"
     if refused:
         return refused[0][1]
     raise NotSmall(words[1])
@@ -185,6 +185,8 @@ def _tried(model_type: str, variant: Mapping[str, int], attempt: Attempt, names_
     buffers = _buffers(model)
     named = _called_once(model, bodies) if names_layers else None
     _put_back(model, before)
+    if named == []:
+        return row | {"result": "refused", "words": "there are none to name, since no block runs exactly once."}
     with joined(model):
         try:
             ours, ours_grads, row["layers"] = run_vertical(model, bodies, named)
@@ -384,7 +386,7 @@ def main(arguments: Sequence[str]) -> None:
         files = [options.out, *map(Path, options.types)]
         rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
         commits = Counter(row["commit"] for row in rows)
-        tried = ", ".join(f"{commit} ({count} types)" for commit, count in commits.most_common())
+        tried = ", ".join(f"{commit} ({count} type{'s' * (count > 1)})" for commit, count in commits.most_common())
         facts = {"version": transformers.__version__, "date": date.today(), "commits": tried, "count": len(rows)}
         options.table.write_text(table(rows, _HEADING.format(**facts)))
         return

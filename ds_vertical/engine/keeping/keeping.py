@@ -11,17 +11,17 @@ from ds_vertical.distributed import ranks
 from ds_vertical.engine.handlers import ScheduleRunner
 from ds_vertical.engine.keeping.measured import EventTimes, measured_step, nothing_measured
 from ds_vertical.engine.keeping.planner import KeepChoice, KeepPlanner
-from ds_vertical.errors import LoopError
+from ds_vertical.errors import LoopError, MemoryBudgetError
 from ds_vertical.io.files import free_bytes
 from ds_vertical.model.kept.kinds import KeptKinds
 from ds_vertical.model.kept.probe import Probe
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.offload.kept_store import KeptStore
+from ds_vertical.offload.kept_store import ONE_CELL_REMEDY, KeptStore
 from ds_vertical.planner.kept_activations import kept_cells, num_cells
 from ds_vertical.planner.run_record import KeptRecord
 from ds_vertical.schedule.events import Cell
 from ds_vertical.schedule.trace import Tracer
-from ds_vertical.types import ActivationSettings, RunSettings, Tier
+from ds_vertical.types import HOLDING, ActivationSettings, RunSettings, Tier
 
 OpenStore = Callable[[ActivationSettings, bool], KeptStore | None]
 _Room = Mapping[Tier, float | None]
@@ -174,6 +174,18 @@ def describe_keeping(settings: ActivationSettings) -> str:
     """The policy, and of the cells (one layer of one micro-batch each) the shares in each tier."""
     shares = [f"{share:.0%} of the cells on {tier}" for tier, share in settings.kept_shares.items() if share]
     return f'activations.keep = "{settings.keep or "none"}"' + (f", {', '.join(shares)}" if shares else "")
+
+
+def check_room(settings: ActivationSettings, needed: int, left: int) -> None:
+    """Raises MemoryBudgetError, on every rank, where the memory budget of one, which takes `needed` bytes, leaves none for what
+    the JSON has kept in host memory. How much a layer keeps shows with the first batch: see `KeptStore.note`. Collective."""
+    tiers = {tier for tier, share in settings.kept_shares.items() if share}
+    in_host = settings.keep in HOLDING and tiers and (accelerator.is_one_memory() or tiers != {Tier.DEVICE})
+    if not ranks.is_true_on_all_ranks(bool(left) or not in_host):
+        raise MemoryBudgetError(
+            f'vertical_schedule.activations.keep: got "{settings.keep}"; the rest of the run takes {needed} bytes of host'
+            f" memory, and the memory budget leaves {left} for what one layer keeps of one micro-batch; {ONE_CELL_REMEDY}"
+        )
 
 
 def refuse_several_calls(moves_or_keeps: bool, num_calls: int) -> None:
