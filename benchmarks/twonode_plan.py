@@ -46,7 +46,7 @@ ARMS: Final[dict[str, Mapping[str, Any]]] = {
 
 def rank_machine(profile: Profile, num_ranks: int, record: Mapping[str, Any]) -> Machine:
     """This machine as one of all ranks sees it, with the links of a record."""
-    machine = profile.machine.shared(num_ranks).with_links(record["links"])
+    machine = profile.machine.shared(num_ranks).with_links(record["links"]["links"])
     # the load of one host's ranks is counted; the other host's ranks load the same cores
     names = ("net_core_s_per_byte", "net_round_core_s_per_element")
     return replace(machine, **{name: NODES * getattr(machine, name) for name in names})
