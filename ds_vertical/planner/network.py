@@ -30,11 +30,13 @@ COPY_SHARES: Final = (1.0, 0.75, 0.5, 0.25, 0.0)  # that a search tries
 @dataclass(frozen=True)
 class Hop:
     """A collective, or a part of it, on one lane. `num_bytes`: into a rank on "net_local", into a node on "net_cross".
-    `received`: what all ranks of a node receive, from whomever."""
+    `received`: what all ranks of a node receive, from whomever. `rounded`: numbers that all ranks of a node round to fewer bits
+    for it, or read from them."""
 
     lane: NetLane
     num_bytes: float
     received: float
+    rounded: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,18 +85,23 @@ class Network:
         return self._within(elements * element_bytes)
 
     def spread(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
-        """A SPREAD: over the nodes, then over the node."""
-        return self._across(elements * (self.weight_bytes or element_bytes)) + self._within(elements * element_bytes)
+        """A SPREAD: over the nodes, then over the node. A rank rounds its own part, and reads that of all nodes."""
+        rounded = 0.0 if self.weight_bytes is None else elements * (1 + 1 / self.num_nodes)
+        across = self._across(elements * (self.weight_bytes or element_bytes), rounded)
+        return across + self._within(elements * element_bytes)
 
     def reduce(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
         """A REDUCE: over the node with two levels, else over all ranks."""
         if self.levels:
-            return self._within(elements * (self.gradient_bytes[0] or element_bytes))
+            within = self.gradient_bytes[0]
+            rounded = 0.0 if within is None else 2 * elements * self.ranks_per_node
+            return self._within(elements * (within or element_bytes), rounded)
         return self._ring(elements * element_bytes * (2 if self.reduces_twice else 1))
 
     def cross(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
-        """A CROSS."""
-        return self._across(elements * (self.gradient_bytes[1] or element_bytes))
+        """A CROSS. Ranks round what they send, and read as much."""
+        across = self.gradient_bytes[1]
+        return self._across(elements * (across or element_bytes), 0.0 if across is None else 2 * elements)
 
     def sweep(self, elements: float, element_bytes: float, again: bool) -> tuple[Hop, ...]:
         """The hops of all FETCHes of a sweep, of so many elements; `again`: they have been fetched in the sweep before."""
@@ -107,17 +114,17 @@ class Network:
         into_rank = (self.num_ranks - 1) / self.num_ranks * num_bytes
         return _hop("net_cross" if self.num_nodes > 1 else "net_local", into_rank, into_rank * self.ranks_per_node)
 
-    def _within(self, num_bytes: float) -> tuple[Hop, ...]:
+    def _within(self, num_bytes: float, rounded: float = 0.0) -> tuple[Hop, ...]:
         into_rank = (self.ranks_per_node - 1) / self.ranks_per_node * num_bytes
-        return _hop("net_local", into_rank, into_rank * self.ranks_per_node)
+        return _hop("net_local", into_rank, into_rank * self.ranks_per_node, rounded)
 
-    def _across(self, num_bytes: float) -> tuple[Hop, ...]:
+    def _across(self, num_bytes: float, rounded: float) -> tuple[Hop, ...]:
         into_node = (self.num_nodes - 1) / self.num_nodes * num_bytes
-        return _hop("net_cross", into_node, into_node)
+        return _hop("net_cross", into_node, into_node, rounded)
 
 
-def _hop(lane: NetLane, num_bytes: float, received: float) -> tuple[Hop, ...]:
-    return (Hop(lane, num_bytes, received),) if num_bytes else ()
+def _hop(lane: NetLane, num_bytes: float, received: float, rounded: float = 0.0) -> tuple[Hop, ...]:
+    return (Hop(lane, num_bytes, received, rounded),) if num_bytes else ()
 
 
 def seconds_of(hop: Hop, machine: Machine) -> float:
