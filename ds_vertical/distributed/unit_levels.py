@@ -6,7 +6,7 @@ Parameters of different dtypes go apart. See `schedule.levels`, [Note: levels], 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,15 +82,22 @@ def _open(settings: LevelSettings) -> tuple[Topology, LevelCollectives]:
 
 # ---- parameters
 
+ShardOf = Callable[[ZeroParam], torch.Tensor]
+
 
 @dataclass(eq=False)
 class _Copy:
     """This rank's part of its node's copy of a unit: per dtype the parameters, and what brings the part. `version`: of the
-    unit's files when they were read."""
+    unit's files when they were read. `sent`: per dtype this rank's own chunk, until the part is there."""
 
     groups: list[list[ZeroParam]]
     parts: list[Issued[torch.Tensor]]
     version: int
+    sent: list[torch.Tensor | None]
+
+    def forget_sent(self) -> None:
+        """What has arrived says itself what was sent."""
+        self.sent = [None if part.is_over else sent for part, sent in zip(self.parts, self.sent, strict=True)]
 
 
 class UnitLevels:
@@ -126,9 +133,8 @@ class UnitLevels:
         """Start to assemble full parameters, out of the shards in memory or out of the node's copy. Returns those that will be
         full, and what waits for that. `version`: of the unit's files."""
         if arrival.spreads:
-            groups, what = _by_dtype(params), f"{unit}SPREAD"
-            parts = [self._collectives.spread(self._own_chunk(group), self._quantizer(group), what) for group in groups]
-            copy = _Copy(groups, parts, version)
+            copy, what = self._spread(unit, params, zero_params.shard, version), f"{unit}SPREAD"
+            copy.sent = [None] * len(copy.sent)
         else:
             copy, what = self._copies[unit], f"{unit}FETCH"
         pairs = zip(copy.groups, copy.parts, strict=True)
@@ -165,12 +171,77 @@ class UnitLevels:
                 part = zeros.expand(self.topology.world // self.topology.pair, -1).contiguous()
             self._collectives.gather(part).wait()
 
+    # ---- copies that stand from one step to the next
+
+    def renew(self, unit: Unit, params: Sequence[ZeroParam], shard_of: ShardOf, version: int) -> list[Issued[torch.Tensor]]:
+        """Start to make the copy of a unit that is not fetched; returns what is under way. `shard_of`: this rank's shard of a
+        parameter, which is copied here."""
+        for copy in self._copies.values():
+            copy.forget_sent()
+        self._copies[unit] = copy = self._spread(unit, params, shard_of, version)
+        return copy.parts
+
+    def join_renewal(self, params: Sequence[ZeroParam]) -> None:
+        """Take part in what `renew` does on the other ranks, with zeros."""
+        for group in _by_dtype(params):
+            zeros = torch.zeros(sum(map(zero_params.shard_numel, group)), dtype=zero_params.shard_dtype(group[0]))
+            self._collectives.spread(zeros, self._quantizer(group)).wait()
+
+    def standing(self, versions: Mapping[Unit, int]) -> frozenset[Unit]:
+        """The units whose copy is of their present values on all ranks; any other copy is forgotten. Collective. `versions`:
+        of the units' files."""
+        own = frozenset(unit for unit, copy in self._copies.items() if copy.version == versions[unit] and self._is_current(copy))
+        found = frozenset.intersection(*ranks.all_gathered(own))
+        self._copies = {unit: copy for unit, copy in self._copies.items() if unit in found}
+        return found
+
+    def stands(self, unit: Unit) -> bool:
+        """Whether this rank has its part of a copy of the unit, or it is on its way."""
+        return unit in self._copies
+
+    def _is_current(self, copy: _Copy) -> bool:
+        """Whether what rests in memory is what this rank has sent. The values of files have versions."""
+        copy.forget_sent()
+        place = self.topology.copy_order(ranks.rank()).index(ranks.rank())
+        for group, part, sent in zip(copy.groups, copy.parts, copy.sent, strict=True):
+            if sent is None and part.error is not None:
+                return False
+            row = (part.wait()[place] if sent is None else sent).split(list(map(zero_params.shard_numel, group)))
+            members = [(param, then) for param, then in zip(group, row, strict=True) if not zero_params.is_on_ssd(param)]
+            if members:
+                params, then = [param for param, _ in members], torch.cat([then for _, then in members])
+                now = self._own_chunk(params, zero_params.shard)
+                if not (_same_bits(now, then) or _same_bits(self._rounded(now, params), then)):
+                    return False
+        return True
+
+    def _rounded(self, chunk: torch.Tensor, params: Sequence[ZeroParam]) -> torch.Tensor:
+        """The chunk as a spread leaves it."""
+        quantizer = self._quantizer(params)
+        if quantizer is None:
+            return chunk
+        rows = torch.empty_like(chunk).view(1, -1)
+        quantizer.dequantize(quantizer.quantize(chunk.view(1, -1)), rows)
+        return rows.view(-1)
+
     def drop_all(self) -> None:
         """Forget the copies: the pass that has kept them was cut."""
         self._copies.clear()
 
-    def _own_chunk(self, group: Sequence[ZeroParam]) -> torch.Tensor:
-        chunk = torch.cat([zero_params.shard(param) for param in group])
+    # ---- details
+
+    def _spread(self, unit: Unit, params: Sequence[ZeroParam], shard_of: ShardOf, version: int) -> _Copy:
+        groups = _by_dtype(params)
+        sent: list[torch.Tensor | None] = []
+        parts: list[Issued[torch.Tensor]] = []
+        for group in groups:
+            chunk = self._own_chunk(group, shard_of)
+            sent.append(chunk)
+            parts.append(self._collectives.spread(chunk, self._quantizer(group), f"{unit}SPREAD"))
+        return _Copy(groups, parts, version, sent)
+
+    def _own_chunk(self, group: Sequence[ZeroParam], shard_of: ShardOf) -> torch.Tensor:
+        chunk = torch.cat([shard_of(param) for param in group])
         clear_padding(chunk, [zero_params.full_numel(param) for param in group], ranks.rank(), self.topology.world)
         return chunk
 
@@ -178,6 +249,10 @@ class UnitLevels:
         if not self._settings.quantized_weights:
             return None
         return Quantizer(_WEIGHT_BITS, self._settings.block, tuple(map(zero_params.shard_numel, group)))
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def _by_dtype(params: Sequence[ZeroParam]) -> list[list[ZeroParam]]:

@@ -197,6 +197,7 @@ class ScheduleRunner:
         )
         try:
             executor.run(parts.schedule)
+            self.params.gathers.issue_all()  # of copies for the next step: on all ranks, or on none
             if parts.replay is not None:
                 parts.replay.conclude()
             self._live = ()
@@ -247,7 +248,7 @@ class _Pass:
     def __init__(self, parts: PassParts) -> None:
         self.fused = parts.schedule.fused
         self.outside = parts.schedule.outside.units
-        self._coming = arrivals(parts.schedule.events)
+        self._coming = arrivals(parts.schedule.events, levels=parts.schedule.copied is not None)
         self._spreading: dict[Unit, Ticket] = {}
         self._watch = parts.watch
         self.micro_batches = parts.micro_batches
@@ -358,7 +359,7 @@ class _Training(_WithBackward):
         hints: Mapping[Event, Event],
     ) -> None:
         super().__init__(parts, gradients, scale)
-        self.hints, self._crosses = hints, parts.schedule.copied is not None
+        self.hints, self._crosses, self._leaves = hints, parts.schedule.copied is not None, parts.schedule.delayed
         self.activations, self.kept = stores
         self.optimizer = optimizer
         self._stepped: dict[Unit, Ticket] = {}  # delayed steps that make what a unit's fetch brings
@@ -374,6 +375,7 @@ class _Training(_WithBackward):
             | {
                 Op.HEAD: self.head,
                 Op.B: self.backward,
+                Op.SPREAD: lambda event: self.renew(_unit(event)) if event.ahead else self.spread(event),
                 Op.REDUCE: self.reduce,
                 Op.CROSS: lambda event: self.optimizer.reducing(_unit(event)),
                 Op.HOLD: self.hold,
@@ -403,6 +405,11 @@ class _Training(_WithBackward):
             return self.params.fetch_ahead(_unit(event))
         unit = _unit(event)
         return self._fetch(unit, self.optimizer.stepped_ahead(unit) or self._stepped.pop(unit, None))
+
+    def renew(self, unit: Unit) -> Ticket | None:
+        """Of what the step leaves to the next one there are no values yet: the next one spreads it."""
+        left = self._leaves and self.optimizer.is_left(unit)
+        return None if left or self.params.copies is None else self.params.copies.renew(unit)
 
     def head(self, event: Event) -> None:
         self._hint(event)
