@@ -139,7 +139,9 @@ class CollectiveReplay:
     def _go(self, schedule: Schedule, overlap: bool) -> None:
         done = self._counts()
         done.subtract(self._before)
-        rest = _Rest(self._others, done, self._only_gathers, self._leaves, arrivals(schedule.events, levels=schedule.copied is not None))
+        rest = _Rest(
+            self._others, done, self._only_gathers, self._leaves, arrivals(schedule.events, levels=schedule.copied is not None)
+        )
         try:
             Executor(rest.handlers(), overlap=overlap).run(schedule)
         except _ReachedEndError:

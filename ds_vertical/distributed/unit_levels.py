@@ -190,7 +190,9 @@ class UnitLevels:
     def standing(self, versions: Mapping[Unit, int]) -> frozenset[Unit]:
         """The units whose copy is of their present values on all ranks; any other copy is forgotten. Collective. `versions`:
         of the units' files."""
-        own = frozenset(unit for unit, copy in self._copies.items() if copy.version == versions[unit] and self._is_current(copy))
+        own = frozenset(
+            unit for unit, copy in self._copies.items() if copy.version == versions[unit] and self._is_current(copy)
+        )
         found = frozenset.intersection(*ranks.all_gathered(own))
         self._copies = {unit: copy for unit, copy in self._copies.items() if unit in found}
         return found
