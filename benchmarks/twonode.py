@@ -36,6 +36,7 @@ READY_S: Final = 600.0  # for a launch to build its models
 STEP_S: Final = 900.0  # for a step
 LOG_LINES: Final = 30
 POLL_S: Final = 0.005
+LINKS_MB: Final = 16  # of what `limits --links` sends: as much as a unit of gpt_101m
 Config = dict[str, Any]
 
 
@@ -200,6 +201,18 @@ def summary(taken: list[dict[str, Any]], num_samples: int, rate_bytes: float | N
     }
 
 
+def measured_links(hosts: TwoHosts) -> dict[str, Any]:
+    """What `ds-vertical limits --links` says of the two hosts. Raises RigError."""
+    words = ["limits", "--links", "--hostfile", launch.HOSTFILE, "--size-mb", str(LINKS_MB), "--json"]
+    command = [sys.executable, "-m", "ds_vertical.cli.main", *words]
+    run = subprocess.run(command, cwd=hosts.shared, env=launch.environment(hosts), capture_output=True, text=True)
+    if run.returncode:
+        raise RigError(f"limits --links ended with status {run.returncode}: {run.stderr}")
+    report = json.loads(run.stdout)
+    print(f"links: {report['links']}", flush=True)
+    return {name: report[name] for name in ("links", "settings", "date")}
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all arms. Returns what `--json` records. Raises ConfigError, RigError, ArmError."""
     import commits
@@ -207,6 +220,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     configs = build_configs(options)
     with TwoHosts(options.folder, options.rate, options.slow) as hosts, contextlib.ExitStack() as stack:
         launch.write_settings(hosts, options.ranks_per_node)
+        links = measured_links(hosts)
         arms = {}
         for number, (name, config) in enumerate(configs.items()):
             arms[name] = Arm(name, hosts, config, launch.PORT + number, options)
@@ -220,6 +234,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     keys = ("model", "rate", "dtype", "micro_batches", "ranks_per_node", "tokens", "clip", "slow")
     content = commits.made_of() | {"commit": commits.describe(ROOT), "command": sys.argv}
     content |= {key: getattr(options, key) for key in keys}
+    content["links"] = links
     content["arms"] = {name: summary(each, num_samples, rate) for name, each in taken.items()}
     content["configs"] = {name: _placed(config, "NVME_PATH") for name, config in configs.items()}
     return content

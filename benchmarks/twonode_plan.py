@@ -1,12 +1,12 @@
 """The steps that the planner's simulation predicts for arms that `twonode.py` has measured, beside the measured ones.
 
     ds-vertical limits --path /tmp --out host.json
-    python benchmarks/twonode_plan.py RECORD.json ... --machine host.json --core-s-per-byte 1.1e-9 [--json FILE]
+    python benchmarks/twonode_plan.py RECORD.json ... --machine host.json [--json FILE]
 
 The two hosts of the rig are one machine, whose cores and SSD the ranks of both share. So with four ranks each has a fourth of
-what `limits` finds, and the bytes that all ranks receive load the same cores. The link has the rate that the record says.
-`--core-s-per-byte`: what `ds-vertical limits --links` finds for a byte that a rank receives. Arms that the simulation knows:
-flat, levels, int8, int8_int4.
+what `limits` finds, and what all ranks receive and round loads the same cores. A record has the links as `limits --links` has
+measured them on the rig, ahead of the arms. All else is what `ds-vertical plan --nodes 2 --links` calls. Arms that the
+simulation knows: flat, levels, int8, int8_int4.
 """
 
 from __future__ import annotations
@@ -44,17 +44,12 @@ ARMS: Final[dict[str, Mapping[str, Any]]] = {
 }
 
 
-def rank_machine(profile: Profile, num_ranks: int, link_bytes_per_s: float, core_s_per_byte: float) -> Machine:
-    """This machine as one of all ranks sees it, with the link between the hosts. What is within a host is a copy in memory."""
-    whole = profile.machine.shared(num_ranks)
-    local = profile.machine.copy_host_bytes_per_s
+def rank_machine(profile: Profile, num_ranks: int, record: Mapping[str, Any]) -> Machine:
+    """This machine as one of all ranks sees it, with the links of a record."""
+    machine = profile.machine.shared(num_ranks).with_links(record["links"])
     # the load of one host's ranks is counted; the other host's ranks load the same cores
-    return replace(
-        whole,
-        net_cross_bytes_per_s=link_bytes_per_s,
-        net_local_bytes_per_s=None if local is None else local / num_ranks,
-        net_core_s_per_byte=NODES * core_s_per_byte,
-    )
+    names = ("net_core_s_per_byte", "net_round_core_s_per_element")
+    return replace(machine, **{name: NODES * getattr(machine, name) for name in names})
 
 
 def candidate(
@@ -71,15 +66,13 @@ def candidate(
     return Candidate(choice, case, 0.0, ())
 
 
-def predicted(record: Mapping[str, Any], profile: Profile, core_s_per_byte: float) -> dict[str, dict[str, float]]:
+def predicted(record: Mapping[str, Any], profile: Profile) -> dict[str, dict[str, float]]:
     """By arm of a record: the predicted step, the measured one, and their ratio."""
     ranks = NODES * record["ranks_per_node"]
     fields = read_fields(twonode.ROOT / "configs" / "models" / f"{record['model']}.json")
     spec = read_spec(record["model"], fields, record["tokens"], record["dtype"], None)
     seconds = time_pieces(spec, fields, 1).times(ranks)
-    rate = twonode.rate_of(record["rate"])
-    assert rate is not None  # a link without a limit has no rate
-    machine = rank_machine(profile, ranks, rate, core_s_per_byte)
+    machine = rank_machine(profile, ranks, record)
     found = {}
     for name in [name for name in record["arms"] if name in ARMS]:
         network = Network(NODES, record["ranks_per_node"], reduces_twice=True, **ARMS[name])
@@ -93,13 +86,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, nargs="+", help="of `twonode.py --json`")
     parser.add_argument("--machine", required=True, help="file of `ds-vertical limits --out`")
-    parser.add_argument("--core-s-per-byte", type=float, required=True)
     parser.add_argument("--json", type=Path, help="write the result there")
     options = parser.parse_args()
     profile, results = read_profile(options.machine), {}
     for path in options.records:
         record = json.loads(path.read_text())
-        results[path.name] = predicted(record, profile, options.core_s_per_byte)
+        results[path.name] = predicted(record, profile)
         for name, each in results[path.name].items():
             ratio = each["predicted_over_measured"]
             print(

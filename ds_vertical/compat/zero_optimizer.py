@@ -110,16 +110,10 @@ def start_reduction(sums: Sequence[torch.Tensor], group: ProcessGroup | None) ->
         return lambda: own
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     sizes = [-(-total.numel() // count) for total in sums]
-    pieces: list[torch.Tensor] = []
-    for number in range(count):
-        for total, size in zip(sums, sizes, strict=True):
-            piece = total[number * size : (number + 1) * size]
-            pieces += (piece, piece.new_zeros(size - piece.numel()))  # padding, where ranks do not share it evenly
-    buffer = torch.cat(pieces).div_(count)
+    buffer = _averaged_rows(sums, sizes, count)
     share = buffer.chunk(count)[rank]
     work = torch.distributed.reduce_scatter_tensor(share, buffer, group=group, async_op=True)
-    lengths = [piece.numel() for piece in pieces[2 * len(sums) * rank : 2 * len(sums) * (rank + 1) : 2]]
-    del pieces  # the sums' memory is the caller's
+    lengths = [max(0, min(size, total.numel() - rank * size)) for total, size in zip(sums, sizes, strict=True)]
 
     def finish() -> list[torch.Tensor]:
         assert work is not None  # this rank is in the group
@@ -127,6 +121,18 @@ def start_reduction(sums: Sequence[torch.Tensor], group: ProcessGroup | None) ->
         return [place[:length] for place, length in zip(share.split(sizes), lengths, strict=True)]
 
     return finish
+
+
+def _averaged_rows(sums: Sequence[torch.Tensor], sizes: Sequence[int], count: int) -> torch.Tensor:
+    """A row for each of `count` ranks, one behind the other: its shares of the sums' quotients by `count`, each in a place of
+    its size. What a share leaves of that, where ranks do not share a sum evenly, is zero."""
+    rows = sums[0].new_empty(count * sum(sizes))
+    for number, row in enumerate(rows.chunk(count)):
+        for total, size, place in zip(sums, sizes, row.split(sizes), strict=True):
+            piece = total[number * size : (number + 1) * size]
+            torch.div(piece, count, out=place[: piece.numel()])
+            place[piece.numel() :].zero_()
+    return rows
 
 
 def note_gradient(optimizer: DeepSpeedZeroOptimizer_Stage3, param: ZeroParam, share: torch.Tensor, memory: NormMemory) -> None:

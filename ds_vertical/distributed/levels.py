@@ -318,7 +318,8 @@ def tree_sum(terms: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
     """The sum over the first dimension of `terms`, one hop after the other, see [Note: trees]: the first of `widths` is the
     number of neighbours that are added first."""
     for width in widths:
-        terms = torch.stack([_sum(each) for each in terms.split(width)])
+        sums = [_sum(each) for each in terms.split(width)]
+        terms = torch.stack(sums) if len(sums) > 1 else sums[0].unsqueeze(0)
     (total,) = terms
     return total
 
@@ -350,16 +351,18 @@ def clear_padding(share: torch.Tensor, numels: Sequence[int], rank: int, count: 
         shard[max(0, numel - rank * size) :] = 0
 
 
-def cut_into_chunks(tensors: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
-    """Flat tensors as DeepSpeed partitions them over the ranks: (W, S), a row for each rank of `order`. A row has the rank's
-    shard of each tensor, one behind the other. Each tensor is padded with zeros to a multiple of W."""
+def cut_into_chunks(tensors: Sequence[torch.Tensor], order: Sequence[int], divisor: int = 1) -> torch.Tensor:
+    """Flat tensors, divided, as DeepSpeed partitions them over the ranks: (W, S), a row for each rank of `order`. A row has the
+    rank's shard of each tensor, one behind the other. Each tensor is padded with zeros to a multiple of W."""
     sizes = shard_sizes([each.numel() for each in tensors], len(order))
-    pieces: list[torch.Tensor] = []
-    for rank in order:
-        for each, size in zip(tensors, sizes, strict=True):
+    rows = tensors[0].new_empty(len(order), sum(sizes))
+    for row, rank in zip(rows, order, strict=True):
+        for each, size, place in zip(tensors, sizes, row.split(sizes), strict=True):
             piece = each[rank * size : (rank + 1) * size]
-            pieces += (piece, piece.new_zeros(size - piece.numel()))
-    return torch.cat(pieces).view(len(order), -1)
+            own, padding = place.split([piece.numel(), size - piece.numel()])
+            torch.div(piece, divisor, out=own) if divisor != 1 else own.copy_(piece)
+            padding.zero_()
+    return rows
 
 
 def joined_chunks(chunks: Sequence[torch.Tensor], numels: Sequence[int]) -> list[torch.Tensor]:

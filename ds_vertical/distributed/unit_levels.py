@@ -280,7 +280,7 @@ class LevelReductions:
         count, number = self._topology.world, ranks.rank()
         dtype, numels = sums[0].dtype, [total.numel() for total in sums]
         sizes = [-(-numel // count) for numel in numels]
-        rows = cut_into_chunks(sums, self._topology.order).div_(count)
+        rows = cut_into_chunks(sums, self._topology.order, count)
         within, across = self._quantizers(tuple(sizes))
         summed = self._collectives.reduce(rows, within, f"{unit}REDUCE")
         issued = self._collectives.cross(summed, across, f"{unit}CROSS")

@@ -52,6 +52,8 @@ class Stage:
         return (self.lane, self.purpose) == ("ssd_read", "state")
 
 
+_SUM_COPIES: Final = 1  # of a unit's sums, ahead of their collective
+
 Job = tuple[Stage, ...]
 Cost = tuple[Job, ...]
 
@@ -148,9 +150,21 @@ class _Lanes:
         return ((Stage("compute", "compute", self.machine.compute_latency_s + seconds),),)
 
     def links(self, purpose: Purpose, hops: Sequence[Hop]) -> Job:
-        """A collective, hop by hop; nothing over links of which the machine says nothing."""
+        """A collective, hop by hop, each behind what is rounded for it; nothing over links of which the machine says
+        nothing."""
         timed = ((hop, seconds_of(hop, self.machine)) for hop in hops)
-        return tuple(Stage(hop.lane, purpose, seconds, hop.num_bytes, hop.received) for hop, seconds in timed if seconds)
+        return tuple(stage for hop, seconds in timed if seconds for stage in self._hop(purpose, hop, seconds))
+
+    def _hop(self, purpose: Purpose, hop: Hop, seconds: float) -> Job:
+        moved = Stage(hop.lane, purpose, seconds, hop.num_bytes, hop.received)
+        each = (self.machine.net_round_core_s_per_element or 0.0) * self.machine.one_memory
+        rounding_s = hop.rounded * each / self.machine.host_cores
+        return (Stage("compute", purpose, rounding_s), moved) if rounding_s else (moved,)
+
+    def host_copy_s(self, num_bytes: float) -> float:
+        """Seconds of all host cores for a copy within host memory, where computation takes these as well."""
+        rate = self.machine.copy_host_bytes_per_s
+        return num_bytes / rate if self.machine.one_memory and rate is not None else 0.0
 
 
 class _Moves:
@@ -238,19 +252,20 @@ class _Collectives:
         if event.ahead:
             return _Gathered(False, ())
         if not self.levels:
-            return _Gathered(False, self._lanes.links("parameters", network.gather(elements, shape.param_bytes)))
+            return _Gathered(False, self._joined(event, network.gather(elements, shape.param_bytes)))
         if self._arrival(event).spreads:
             return _Gathered(False, ())
-        hops = self._lanes.links("parameters", network.local_gather(elements, shape.param_bytes))
-        return _Gathered(True, hops, () if self._network.stands else self._copied("copy_in", event))
+        hops = self._joined(event, network.local_gather(elements, shape.param_bytes))
+        return _Gathered(True, hops, () if network.stands else self._copied("copy_in", event))
 
     def spread(self, event: Event) -> Job:
         """The hops, and the copy on its way to where it waits."""
-        shape = self._shape
-        to_unit = self._network.spread(shape.elements(event.layer), shape.param_bytes)
-        to_copy = to_unit[: len(to_unit) - len(self._network.local_gather(shape.elements(event.layer), shape.param_bytes))]
-        hops = self._lanes.links("parameters", to_copy if event.ahead else to_unit)
-        keeps = not self._network.stands and self._last.get(event.layer, Arrival()).keeps
+        shape, network = self._shape, self._network
+        sent = shape.elements(event.layer), shape.param_bytes
+        if event.ahead:
+            return self._lanes.links("parameters", network.to_copy(*sent))
+        hops = self._joined(event, network.spread(*sent))
+        keeps = not network.stands and self._last.get(event.layer, Arrival()).keeps
         return hops + (self._copied("copy_out", event) if keeps else ())
 
     def reads_to_spread(self, event: Event) -> bool:
@@ -259,11 +274,20 @@ class _Collectives:
 
     def reduce(self, event: Event) -> Job:
         """Over the node, or over all ranks."""
-        return self._lanes.links("gradients", self._network.reduce(*self._gradients(event)))
+        elements, each = self._gradients(event)
+        hops = self._lanes.links("gradients", self._network.reduce(elements, each))
+        copied_s = self._lanes.host_copy_s(_SUM_COPIES * elements * each)
+        return (Stage("compute", "compute", copied_s), *hops) if hops and copied_s else hops
 
     def cross(self, event: Event) -> Job:
         """Over the nodes."""
         return self._lanes.links("gradients", self._network.cross(*self._gradients(event)))
+
+    def _joined(self, event: Event, hops: Sequence[Hop]) -> Job:
+        """The hops of a gather, and the copy of what has come into parameters."""
+        job = self._lanes.links("parameters", hops)
+        copied_s = self._lanes.host_copy_s(self._shape.elements(event.layer) * self._shape.param_bytes)
+        return (*job, Stage("compute", "parameters", copied_s)) if job and copied_s else job
 
     def _gradients(self, event: Event) -> tuple[float, int]:
         return self._shape.stepped(event.layer) * self._shape.num_shards, self._shape.gradient_bytes
@@ -364,11 +388,9 @@ class _Pricer:
     def _copied_s(self, event: Event) -> float:
         """Seconds of the copy of those of a unit's gradients that wait, so that the memory of the rest need not be kept; with
         several ranks, of this rank's share of all."""
-        rate, shared = self.lanes.machine.copy_host_bytes_per_s, self.shape.num_shards > 1
-        if not self.lanes.machine.one_memory or rate is None:
-            return 0.0
+        shared = self.shape.num_shards > 1
         waiting = [event] if shared else [e for e in self.split.get(event.layer, ()) if not is_early(e)]
-        return sum(map(self.sizes.gradient_bytes, waiting)) / rate
+        return self.lanes.host_copy_s(sum(map(self.sizes.gradient_bytes, waiting)))
 
     def hold(self, event: Event) -> Cost:
         """The write of the gradients that wait on SSD."""

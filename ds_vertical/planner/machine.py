@@ -33,8 +33,9 @@ class Machine:
     summed gradient (null: no time). `ssd_core_s_per_byte`: seconds of a host core that a byte read or written takes from
     what computes there (null: none; counted where `one_memory`). `net_local_bytes_per_s`: what comes into a rank from the
     others of its node while all receive; `net_cross_bytes_per_s`: into a node from the others (null: links take no time; see
-    `network`). `net_core_s_per_byte`: as `ssd_core_s_per_byte`, for a byte that a rank receives. Latencies are seconds per
-    event.
+    `network`). `net_core_s_per_byte`: as `ssd_core_s_per_byte`, for a byte that a rank receives;
+    `net_round_core_s_per_element`: seconds of a host core for a number that is rounded to fewer bits, or read from them, for a
+    collective (null: none; counted where `one_memory`). Latencies are seconds per event.
     `from_dict` reads the JSON of `ds-vertical limits`.
     """
 
@@ -57,6 +58,7 @@ class Machine:
     net_local_bytes_per_s: float | None = None
     net_cross_bytes_per_s: float | None = None
     net_core_s_per_byte: float | None = None
+    net_round_core_s_per_element: float | None = None
     net_local_latency_s: float = 0.0
     net_cross_latency_s: float = 0.0
     ssd_latency_s: float = 0.0
@@ -117,9 +119,16 @@ class Machine:
         """This machine, when its host's cores take `factor` times as long for everything."""
         names = ("adam_elements_per_s", "cast_elements_per_s", "checksum_bytes_per_s", "norm_elements_per_s")
         rates = {name: rate / factor for name in names if (rate := getattr(self, name)) is not None}
-        costs = ("ssd_core_s_per_byte", "net_core_s_per_byte")
+        costs = ("ssd_core_s_per_byte", "net_core_s_per_byte", "net_round_core_s_per_element")
         rates |= {name: cost * factor for name in costs if (cost := getattr(self, name)) is not None}
         return replace(self, compute_latency_s=self.compute_latency_s * factor, **rates)
+
+    def with_links(self, links: Mapping[str, float]) -> Self:
+        """This machine with what `ds-vertical limits --links` has measured. Raises CostsError naming the key."""
+        known = {each.name for each in fields(self)}
+        if unknown := sorted(name for name in links if f"net_{name}" not in known):
+            raise CostsError(f"links.{unknown[0]}: no such key; run `ds-vertical limits --links` again")
+        return replace(self, **{f"net_{name}": value for name, value in links.items()})
 
     def shared(self, num_ranks: int) -> Self:
         """This machine as each of `num_ranks` ranks sees it, which all do the same at the same time: they share one SSD and one
@@ -233,10 +242,10 @@ def read_profile(name: str) -> Profile:
 
 
 def read_links(path: Path) -> dict[str, float]:
-    """The fields of a `Machine` that a file of `ds-vertical limits --links` has measured. Raises CostsError."""
+    """What a file of `ds-vertical limits --links --out` has measured, as `Machine.with_links` takes it. Raises CostsError."""
     try:
         links = json.loads(path.read_text(encoding="utf-8"))["links"]
-        return {f"net_{name}": float(value) for name, value in links.items()}
+        return {name: float(value) for name, value in links.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         advice = "write the path of a file of `ds-vertical limits --links --out`"
         raise CostsError(f"--links {path}: {type(error).__name__}: {error}; {advice}") from error

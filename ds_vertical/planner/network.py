@@ -43,11 +43,13 @@ COPY_SHARES: Final = (1.0, 0.75, 0.5, 0.25, 0.0)  # that a search tries
 @dataclass(frozen=True)
 class Hop:
     """A collective, or a part of it, on one lane. `num_bytes`: into a rank on "net_local", into a node on "net_cross".
-    `received`: what all ranks of a node receive, from whomever."""
+    `received`: what all ranks of a node receive, from whomever. `rounded`: numbers that all ranks of a node round to fewer bits
+    for it, or read from them."""
 
     lane: NetLane
     num_bytes: float
     received: float
+    rounded: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -118,23 +120,36 @@ class Network:
         return self._ring(self.w, 1, elements * element_bytes / self.w)
 
     def spread(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
-        """A SPREAD: to the copy, then to the whole unit out of it."""
+        """A SPREAD: to the copy, then to the whole unit out of it. A rank rounds its own part, and reads its copy."""
         sent, (w, g) = elements * (self.weight_bytes or element_bytes), (self.w, self.g)
-        to_copy = self._ring(self.num_ranks // g, g, sent / self.num_ranks) + self._ring(g // w, w, sent / g)
+        rounded = 0.0 if self.weight_bytes is None else elements * (1 / self.num_nodes + self.ranks_per_node / w)
+        hops = self._ring(self.num_ranks // g, g, sent / self.num_ranks) + self._ring(g // w, w, sent / g)
+        to_copy = (*(replace(hop, rounded=rounded) for hop in hops[:1]), *hops[1:])
         return to_copy + self.local_gather(elements, element_bytes)
+
+    def to_copy(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
+        """What of a SPREAD makes the copy."""
+        hops = self.spread(elements, element_bytes)
+        return hops[: len(hops) - len(self.local_gather(elements, element_bytes))]
 
     def reduce(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
         """A REDUCE: over the node with two levels, else over all ranks."""
         if not self.levels:
             twice = 2 if self.reduces_twice else 1
             return self._ring(self.num_ranks, 1, twice * elements * element_bytes / self.num_ranks)
-        sent, (w, g) = elements * (self.gradient_bytes[0] or element_bytes), (self.w, self.g)
-        return self._each_to_each(w, 1, sent / w) + self._each_to_each(g // w, w, sent / g)
+        bits, (w, g) = self.gradient_bytes[0], (self.w, self.g)
+        hops: tuple[Hop, ...] = ()
+        for width, stride in ((w, 1), (g // w, w)):
+            rounded = 0.0 if bits is None else 2 * elements * self.ranks_per_node / stride
+            hops += self._each_to_each(width, stride, elements * (bits or element_bytes) / (width * stride), rounded)
+        return hops
 
     def cross(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
-        """A CROSS."""
-        sent = elements * (self.gradient_bytes[1] or element_bytes)
-        return self._each_to_each(self.num_ranks // self.g, self.g, sent / self.num_ranks)
+        """A CROSS. Ranks round what they send, and read as much."""
+        bits = self.gradient_bytes[1]
+        rounded = 0.0 if bits is None else 2 * elements * self.ranks_per_node / self.g
+        sent = elements * (bits or element_bytes) / self.num_ranks
+        return self._each_to_each(self.num_ranks // self.g, self.g, sent, rounded)
 
     def sweep(self, elements: float, element_bytes: float, again: bool) -> tuple[Hop, ...]:
         """The hops of all FETCHes of a sweep, of so many elements; `again`: they have been fetched in the sweep before."""
@@ -155,15 +170,16 @@ class Network:
             return _hop("net_local", into_rank, received)
         return _hop("net_cross", into_rank * self.ranks_per_node / near, received)
 
-    def _each_to_each(self, width: int, stride: int, num_bytes: float) -> tuple[Hop, ...]:
-        """`num_bytes` from each rank of a hop to each other one."""
+    def _each_to_each(self, width: int, stride: int, num_bytes: float, rounded: float) -> tuple[Hop, ...]:
+        """`num_bytes` from each rank of a hop to each other one. `rounded`: see `Hop`."""
         near, ranks = self._on_node(width, stride), self.ranks_per_node
         within, across = (near - 1) * num_bytes, (width - near) * num_bytes * ranks
-        return _hop("net_local", within, within * ranks) + _hop("net_cross", across, across)
+        first = _hop("net_local", within, within * ranks, rounded)
+        return first + _hop("net_cross", across, across, 0.0 if first else rounded)
 
 
-def _hop(lane: NetLane, num_bytes: float, received: float) -> tuple[Hop, ...]:
-    return (Hop(lane, num_bytes, received),) if num_bytes else ()
+def _hop(lane: NetLane, num_bytes: float, received: float, rounded: float = 0.0) -> tuple[Hop, ...]:
+    return (Hop(lane, num_bytes, received, rounded),) if num_bytes else ()
 
 
 def seconds_of(hop: Hop, machine: Machine) -> float:

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--hostfile", type=Path, help="DeepSpeed's: a line `HOST slots=N` for each host")
     where.add_argument("--num-ranks", type=int, help="measure this many ranks of this host")
-    parser.add_argument("--size-mb", type=int, default=64, help="MB that are gathered at a time (default 64)")
+    parser.add_argument("--size-mb", type=int, default=64, help="MB of a unit that is sent (default 64)")
     parser.add_argument("--rounds", type=int, default=5, help="the fastest of this many counts (default 5)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
@@ -116,4 +116,5 @@ def _lines(report: JsonObject, out: Path | None) -> list[str]:
             shown.append(f"{meaning:36}{rate * 1e-9:10.3f} GB/s {latency * 1e3:10.3f} ms")
     if "core_s_per_byte" in links:
         shown.append(f"{'of a core, for what a rank receives':36}{links['core_s_per_byte'] * 1e9:10.3f} s/GB")
+        shown.append(f"{'of a core, for what a rank rounds':36}{links['round_core_s_per_element'] * 1e9:10.3f} s/G elements")
     return shown + ([f"written: {out}"] if out else [])

@@ -1,7 +1,8 @@
 """A rank that measures the links, launched by `ds-vertical limits --links` on all hosts.
 
-All ranks gather at the same time, as in training: first the ranks of each host among themselves, then those that have the same
-place on their hosts. A rate is of the slowest rank, since ranks wait for each other in every layer.
+All ranks send at the same time, through training's own collectives and threads: first the ranks of each host among themselves,
+then those that have the same place on their hosts. Half of the bytes are gathered, as weights are, and half are exchanged and
+added, as gradients are. A rate is of the slowest rank, since ranks wait for each other in every layer.
 """
 
 from __future__ import annotations
@@ -11,19 +12,25 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 
 from ds_vertical.cli.links.worker_lines import REFUSED, RESULT
 from ds_vertical.compat.accelerator import device_name, synchronize
 from ds_vertical.distributed import ranks
+from ds_vertical.distributed.levels import Issued, LevelCollectives
+from ds_vertical.distributed.quantize import Quantizer
 from ds_vertical.distributed.topology import Level, Topology, topology_of
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.runs.this_host import host_id
 
 _TINY_ROUNDS: Final = 20
+_FP32_BYTES: Final = 4
+_ROUNDED: Final = 1 << 22  # numbers at a time
+
+_Hop = tuple[Callable[[torch.Tensor], Issued[Any]], int]  # what starts it, and how many chunks it is given
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,45 +61,63 @@ def _say(line: str) -> None:
 
 def _links(topology: Topology, num_bytes: int, rounds: int) -> dict[str, float]:
     """Rates and latencies of the links that there are: none within a host with one rank, none between hosts on one host. Of
-    ranks that compute on the host's cores also the seconds of a core for each byte that a rank receives."""
-    links: dict[str, float] = {}
+    ranks that compute on the host's cores also the seconds of a core for each byte that a rank receives, and for each number
+    that it rounds to fewer bits or reads from them."""
+    collectives, links = LevelCollectives(topology), dict[str, float]()
     core_s = received = 0.0
+    size = max(1, num_bytes // _FP32_BYTES // topology.world)
     for name, level, receivers in (("local", Level.PAIR, 1), ("cross", Level.WORLD, topology.pair)):
-        group = _group(topology, level)
         others = topology.width(level) - 1
         if not others:
             continue
-        share = num_bytes // (others + 1)
-        tiny_s, _ = _gather_s(group, others + 1, 1, _TINY_ROUNDS)
-        whole_s, cores_s = _gather_s(group, others + 1, share, rounds)
-        links[f"{name}_bytes_per_s"] = receivers * others * share / max(whole_s - tiny_s, 1e-9)
-        links[f"{name}_latency_s"] = tiny_s
-        core_s, received = core_s + cores_s, received + others * share
-    return links | ({"core_s_per_byte": core_s / received} if received and device_name() == "cpu" else {})
+        hops = _hops(collectives, level)
+        tiny_s, _ = _seconds(hops, 1, _TINY_ROUNDS)
+        whole_s, cores_s = _seconds(hops, size, rounds)
+        moved = len(hops) * others * topology.num_chunks(level) * size * _FP32_BYTES
+        links[f"{name}_bytes_per_s"] = receivers * moved / max(whole_s - tiny_s, 1e-9)
+        links[f"{name}_latency_s"] = tiny_s / len(hops)
+        core_s, received = core_s + cores_s, received + moved
+    collectives.close()
+    if received and device_name() == "cpu":
+        links |= {"core_s_per_byte": core_s / received, "round_core_s_per_element": _round_core_s(rounds)}
+    return links
 
 
-def _group(topology: Topology, level: Level) -> torch.distributed.ProcessGroup:
-    """The process group of this rank's hop of a level. Collective: all ranks make all groups, in one order."""
-    group, _ = torch.distributed.new_subgroups_by_enumeration([list(hop) for hop in topology.hops(level)])
-    assert isinstance(group, torch.distributed.ProcessGroup)  # every rank is in a hop
-    return group
+def _hops(collectives: LevelCollectives, level: Level) -> tuple[_Hop, ...]:
+    """A gather and a sum over a level alone. Each brings a rank its chunks from each of the others."""
+    world, copied = collectives.topology.world, collectives.topology.num_chunks(Level.PAIR)
+    if level is Level.PAIR:
+        return (collectives.gather, copied), (collectives.reduce, world)
+    return (collectives.spread, 1), (collectives.cross, copied)
 
 
-def _gather_s(group: torch.distributed.ProcessGroup, count: int, share: int, rounds: int) -> tuple[float, float]:
-    """Seconds of an all-gather in which each of `count` ranks gives `share` bytes: those of the slowest rank in the fastest
-    round, and those of cores in the mean of ranks and rounds."""
-    own = torch.ones(share, dtype=torch.uint8, device=device_name())
-    all_shares = [torch.empty_like(own) for _ in range(count)]
+def _seconds(hops: Sequence[_Hop], size: int, rounds: int) -> tuple[float, float]:
+    """Seconds of the hops one after the other, with chunks of `size` numbers: those of the slowest rank in the fastest round,
+    and those of cores in the mean of ranks and rounds."""
+    given = [torch.ones(chunks, size, device=device_name()) for _, chunks in hops]
     taken = []
     for _ in range(1 + rounds):  # the first one connects the ranks
         ranks.is_true_on_all_ranks(True)
         begin, cores = time.perf_counter(), time.process_time()
-        torch.distributed.all_gather(all_shares, own, group=group)
+        for (start, _), rows in zip(hops, given, strict=True):
+            start(rows).wait()
         synchronize()
         taken.append((time.perf_counter() - begin, time.process_time() - cores))
     each = ranks.all_gathered(taken[1:])
     of_rounds = [max(seconds for seconds, _ in same) for same in zip(*each, strict=True)]
     return min(of_rounds), statistics.mean(cores for taken in each for _, cores in taken)
+
+
+def _round_core_s(rounds: int) -> float:
+    """Seconds of a core for a number that is rounded, or read, in the mean of both, of 8 and 4 bits, of ranks and rounds."""
+    rows, taken = torch.ones(1, _ROUNDED), []
+    for _ in range(1 + rounds):  # the first one may compile
+        ranks.is_true_on_all_ranks(True)
+        cores = time.process_time()
+        for quantizer in (Quantizer(8), Quantizer(4)):
+            quantizer.dequantize(quantizer.quantize(rows), rows)
+        taken.append((time.process_time() - cores) / (4 * _ROUNDED))
+    return statistics.mean(each for same in ranks.all_gathered(taken[1:]) for each in same)
 
 
 if __name__ == "__main__":

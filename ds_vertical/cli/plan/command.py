@@ -174,7 +174,7 @@ def _profile(options: argparse.Namespace) -> Profile:
 def _linked(machine: Profile, options: argparse.Namespace) -> Profile:
     """With the links of a file, where one is given. Raises CostsError where links are needed that nobody has measured."""
     if options.links is not None:
-        machine = replace(machine, machine=replace(machine.machine, **read_links(options.links)))
+        machine = replace(machine, machine=machine.machine.with_links(read_links(options.links)))
     if options.nodes > 1 and machine.machine.net_cross_bytes_per_s is None:
         raise CostsError(
             f"--nodes {options.nodes}: {machine.name} says nothing of the links between machines; measure them with"
