@@ -11,8 +11,8 @@ the ranks of the node, and CROSS behind it sums them over the nodes. What waits 
 [Note: standing copies] A copy may outlive the step (`Schedule.standing`): then each FETCH of the next step comes out of it. The
 last FETCH of a step gives it up, since the unit's values are about to change. SPREAD@+1 makes it again, behind the unit's STEP
 and COMMIT: no value that may still be discarded crosses the link. It makes none where the unit's step is left to the next
-schedule. There the unit comes by FETCH and SPREAD, behind its STEP.d0@-1. Which copies stand when a step begins is known then
-alone: others than those, a user's write of parameters among other things, have made them old.
+schedule. There the unit comes by FETCH and SPREAD, behind its STEP.d0@-1. Which copies stand is known when a step begins, and not before:
+a user or a load may have written parameters.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def in_order(units: Iterable[Unit]) -> tuple[Unit, ...]:
 
 
 def place_standing(events: Sequence[Event], copied: Collection[Unit], delayed: bool) -> tuple[Event, ...]:
-    """SPREAD@+1 of each copied unit: two steps behind its own STEP, which is over by then; where steps are `delayed`, behind the
-    last event of the step that decides. See [Note: standing copies]."""
+    """SPREAD@+1 of each copied unit: two steps behind its own STEP, which is over by then; where steps are `delayed`, behind
+    the event that decides. See [Note: standing copies]."""
     if delayed:
         last = max(index for index, event in enumerate(events) if event.op in (Op.NORM, Op.COMMIT))
         units = dict.fromkeys(event.layer for event in events if _is_fetch(event) and event.layer in copied)

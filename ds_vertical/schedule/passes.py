@@ -347,7 +347,7 @@ def build_evaluation(
     standing: frozenset[Unit] | None = None,
 ) -> Schedule:
     """The validated forward-only schedule; raises ScheduleError. Units outside the layers stay from end to end. `standing`:
-    over two levels, the units that come out of the node's copy, which stays; no other copy is kept. None: there is one level."""
+    over two levels, the units that come out of the node's copy, which stays; no other is kept. None: there is one level."""
     stay = replace(outside, apart=())
     empty = Schedule(num_layers, num_micro_batches, (), "forward", False, window, calls=calls, outside=stay)
     events = place_parameters(forward_order(num_layers, num_micro_batches, calls), window, outside=stay)
