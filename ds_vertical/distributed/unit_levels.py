@@ -17,7 +17,7 @@ from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.levels import Issued, LevelCollectives, clear_padding, cut_into_chunks, joined_chunks
 from ds_vertical.distributed.quantize import Quantizer
-from ds_vertical.distributed.topology import Topology, topology_of
+from ds_vertical.distributed.topology import PAIR_KEY, Topology, topology_of
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.runs.this_host import host_id
 from ds_vertical.schedule.levels import Arrival
@@ -25,7 +25,6 @@ from ds_vertical.schedule.trace import Tracer
 from ds_vertical.types import LevelSettings, RunSettings, Unit
 
 _WEIGHT_BITS = 8
-_SIZE_KEY = "zero_optimization.zero_hpz_partition_size"
 
 _opened: dict[Topology, tuple[object, LevelCollectives]] = {}  # with the process group's store
 
@@ -40,7 +39,7 @@ def topology_on(hosts: Sequence[str], settings: LevelSettings) -> Topology:
     size = settings.ranks_per_node
     if len(hosts) % size:
         raise ConfigError(
-            f"{_SIZE_KEY}: got {size}, which does not divide the number of ranks, {len(hosts)}; write the number of ranks on a"
+            f"{PAIR_KEY}: got {size}, which does not divide the number of ranks, {len(hosts)}; write the number of ranks on a"
             " node, the same on all nodes"
         )
     split = [hosts[first : first + size] for first in range(0, len(hosts), size)]
@@ -51,7 +50,7 @@ def topology_on(hosts: Sequence[str], settings: LevelSettings) -> Topology:
     if mixed is not None:
         told = ", ".join(f"rank {mixed * size + number} on {host.split()[0]}" for number, host in enumerate(split[mixed]))
         raise ConfigError(
-            f"{_SIZE_KEY}: got {size}, by which a node is not on one host: {told}; give each host as many ranks as the others,"
+            f"{PAIR_KEY}: got {size}, by which a node is not on one host: {told}; give each host as many ranks as the others,"
             f" {size} or a multiple of it, one host after the other in the hostfile, or write 1"
         )
     return topology_of([str(rank // size) for rank in range(len(hosts))], pair=size, node=settings.gradients or size)
@@ -64,7 +63,7 @@ def refuse_levels(settings: RunSettings) -> None:
         return
     if accelerator.device_name() != "cpu":
         raise ConfigError(
-            f"{_SIZE_KEY}: got {settings.levels.ranks_per_node} on {accelerator.device_name()}; vertical_schedule has levels on"
+            f"{PAIR_KEY}: got {settings.levels.ranks_per_node} on {accelerator.device_name()}; vertical_schedule has levels on"
             " the CPU alone so far; write 1 or remove it"
         )
     ranks.start_distributed()

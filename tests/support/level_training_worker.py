@@ -21,9 +21,8 @@ from unittest import mock
 # run as a script, so this folder is first on the path
 import harness
 import torch
-from rank_worker import SIZES, VOCAB, OddBlock, OddModel, OddScale, hear, poison
-
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from rank_worker import SIZES, VOCAB, OddBlock, OddModel, OddScale, hear, poison
 
 from ds_vertical.distributed import levels
 
