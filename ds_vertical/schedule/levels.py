@@ -11,8 +11,8 @@ the ranks of the node, and CROSS behind it sums them over the nodes. What waits 
 [Note: standing copies] A copy may outlive the step (`Schedule.standing`): then each FETCH of the next step comes out of it. The
 last FETCH of a step gives it up, since the unit's values are about to change. SPREAD@+1 makes it again, behind the unit's STEP
 and COMMIT: no value that may still be discarded crosses the link. It makes none where the unit's step is left to the next
-schedule. There the unit comes by FETCH and SPREAD, behind its STEP.d0@-1. Which copies stand is known when a step begins, and not
-before: a user or a load may have written parameters.
+schedule. There the unit comes by FETCH and SPREAD, behind its STEP.d0@-1. Which copies stand is known when a step begins, and
+not before: a user or a load may have written parameters.
 """
 
 from __future__ import annotations
