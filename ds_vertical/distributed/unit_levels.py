@@ -267,11 +267,11 @@ def _by_dtype(params: Sequence[ZeroParam]) -> list[list[ZeroParam]]:
 
 
 class LevelReductions:
-    """Averages summed gradients over the ranks, first over those of a node, then over the nodes."""
+    """Averages summed gradients over the ranks, first over those of a node, then over the nodes, as the `settings` say."""
 
     def __init__(self, settings: LevelSettings) -> None:
         self._topology, self._collectives = _open(settings)
-        self._settings = settings
+        self.settings = settings
 
     def start(self, unit: Unit, sums: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """As `zero_optimizer.start_reduction`: `sums` are copied, and the function returned waits for this rank's share of
@@ -293,10 +293,10 @@ class LevelReductions:
         return finish
 
     def _quantizers(self, segments: tuple[int, ...]) -> tuple[Quantizer | None, Quantizer | None]:
-        if not self._settings.quantized_gradients:
+        if not self.settings.quantized_gradients:
             return None, None
-        within, across = self._settings.gradient_bits
-        block = self._settings.block
+        within, across = self.settings.gradient_bits
+        block = self.settings.block
         return (
             None if within is None else Quantizer(within, block, segments),
             None if across is None else Quantizer(across, block, segments),

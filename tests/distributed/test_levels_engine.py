@@ -18,6 +18,7 @@ from harness import differing, largest_relative
 from processes import free_port, start_ranks
 
 from ds_vertical.cli.report.timeline import kind_of
+from ds_vertical.planner.network import Network
 from ds_vertical.schedule.events import Schedule
 from ds_vertical.schedule.trace import read_trace
 
@@ -54,10 +55,10 @@ def start_jobs(folder: Path, runs: list[dict[str, Any]]) -> list[subprocess.Pope
     return processes
 
 
-def run_jobs(folder: Path, runs: list[dict[str, Any]]) -> list[Found]:
+def run_jobs(folder: Path, runs: list[dict[str, Any]], num_ranks: int = level_training_worker.NUM_RANKS) -> list[Found]:
     """What each rank found."""
-    start_ranks(command_of(folder, runs), folder, num_ranks=level_training_worker.NUM_RANKS)
-    return [Found(folder, rank) for rank in range(level_training_worker.NUM_RANKS)]
+    start_ranks(command_of(folder, runs), folder, num_ranks=num_ranks, limit_s=900)
+    return [Found(folder, rank) for rank in range(num_ranks)]
 
 
 def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = TOLERANCE) -> None:
@@ -240,6 +241,34 @@ def test_a_rank_that_fails_on_its_way_to_a_spread_is_named_and_the_step_is_taken
             assert kind == ("DiskError" if number == 1 else "OtherRankError") and seconds < 30, text
             assert number == 1 or "rank 1: DiskError" in text
         assert not differing(rank["suffer"]["weights"], rank["whole"]["weights"])
+
+
+@pytest.mark.slow
+def test_eight_ranks_as_pairs_in_two_nodes_have_the_bits_of_one_level_and_move_what_the_formula_says(tmp_path: Path) -> None:
+    """Pairs share copies, nodes of four add gradients: 2 x 2 x 2. One level: gathers over all ranks, and sums that go to their
+    owner in one hop over all ranks and are added in the same order."""
+    levels, traced = {"gradients": 4}, {"section": {"trace": str(tmp_path / "trace")}}
+    runs = [
+        {"name": "flat"},
+        {"name": "one hop", "kind": "one hop", "levels": levels},
+        {"name": "levels", "levels": levels, **traced},
+    ]
+    found = run_jobs(tmp_path, runs, num_ranks=8)
+    crossed = dict.fromkeys(("SPREAD", "CROSS"), 0)  # into the first node
+    for rank in found:
+        flat, one, three = (rank[each["name"]] for each in runs)
+        assert flat["losses"][0] == three["losses"][0] and one["losses"] == three["losses"]
+        assert not differing(one["weights"], three["weights"]) and not differing(one["state"], three["state"])
+        assert_close(flat["weights"], three["weights"])
+        step = read_trace(tmp_path / "trace" / f"rank{rank.rank}.jsonl")[0]
+        hops = [span for span in step.spans if span.resource.startswith("net_") and rank.rank < 4]
+        for span in (span for span in hops if span.resource == "net_cross"):
+            crossed["SPREAD" if "SPREAD" in span.name else "CROSS"] += span.bytes
+    elements = 8.0 * sum(-(-weight.numel() // 8) for weight in found[0]["levels"]["weights"].values())
+    network = Network(2, 4, levels=True, copy_ranks=2, sum_ranks=4)
+    spread, cross = network.spread(elements, 4), network.cross(elements, 4)
+    assert crossed["CROSS"] == pytest.approx(sum(hop.num_bytes for hop in cross if hop.lane == "net_cross"), rel=0.02)
+    assert crossed["SPREAD"] == pytest.approx(sum(hop.num_bytes for hop in spread if hop.lane == "net_cross"), rel=0.02)
 
 
 FIRST = {"kind": "suffer first", "places": {"params": "cpu"}, "persistence": 2000}

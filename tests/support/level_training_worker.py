@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,10 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from rank_worker import SIZES, VOCAB, OddBlock, OddModel, OddScale, hear, poison
 
 from ds_vertical.distributed import levels
+from ds_vertical.distributed.topology import Level
+from ds_vertical.distributed.unit_levels import LevelReductions, topology_for
 
-NUM_RANKS = 4
+NUM_RANKS = int(os.environ.get("WORLD_SIZE", "4"))
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 
 
@@ -108,6 +111,24 @@ def train(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     run.state = own(run.state, run.weights, rank)
     run.grads = [own(grads, run.weights, rank) for grads in run.grads]
     return vars(run) | {"evaluated": evaluated, "schedule": texts[-1]}
+
+
+def train_in_one_hop(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """As `train`, and each gradient goes to its owner in one hop over all ranks, and is added there in the levels' order."""
+
+    def start(reductions: Any, unit: Any, sums: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        topology, numels = topology_for(reductions.settings), [total.numel() for total in sums]
+        terms = levels.cut_into_chunks(sums, range(NUM_RANKS), NUM_RANKS)
+        received = torch.empty_like(terms)
+        torch.distributed.all_to_all_single(received, terms)
+        chunk = levels.tree_sum(received, [topology.width(level) for level in (Level.PAIR, Level.NODE, Level.WORLD)])
+        sizes = levels.shard_sizes(numels, NUM_RANKS)
+        lengths = [max(0, min(size, numel - rank * size)) for size, numel in zip(sizes, numels, strict=True)]
+        shares = [place[:length] for place, length in zip(chunk.split(sizes), lengths, strict=True)]
+        return lambda: shares
+
+    with mock.patch.object(LevelReductions, "start", start):
+        return train(job, folder, rank)
 
 
 def own(shares: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
@@ -226,7 +247,7 @@ def killed(job: Job, folder: Path, rank: int) -> dict[str, Any]:
 
 KINDS = {
     **{"train": train, "resume": resume, "suffer": suffer, "suffer first": suffer_first, "written": written},
-    **{"poisoned": poisoned, "killed": killed},
+    **{"poisoned": poisoned, "killed": killed, "one hop": train_in_one_hop},
 }
 
 
