@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.events import MAX_STEPS, Event, Op, Schedule, error_at
@@ -52,17 +52,18 @@ def place_standing(events: Sequence[Event], copied: Collection[Unit], delayed: b
     the event that decides. See [Note: standing copies]."""
     if delayed:
         last = max(index for index, event in enumerate(events) if event.op in (Op.NORM, Op.COMMIT))
-        units = dict.fromkeys(event.layer for event in events if _is_fetch(event) and event.layer in copied)
-        return (*events[: last + 1], *(Event(Op.SPREAD, unit, step_offset=1) for unit in units), *events[last + 1 :])
+        fetches = (event for event in events if _is_fetch(event) and event.layer in copied)
+        spreads = dict.fromkeys(replace(fetch, op=Op.SPREAD, step_offset=1) for fetch in fetches)
+        return (*events[: last + 1], *spreads, *events[last + 1 :])
     placed: list[Event] = []
-    waiting: deque[Unit | None] = deque()
+    waiting: deque[Event] = deque()
     ends = [index for index, event in enumerate(events) if event.op is Op.STEP and event.part is None]
     for index, event in enumerate(events):
         placed.append(event)
         if index in ends:
-            waiting.append(event.layer)
-            for unit in [waiting.popleft() for _ in range(len(waiting) if index == ends[-1] else len(waiting) - MAX_STEPS)]:
-                placed += [Event(Op.SPREAD, unit, step_offset=1)] if unit in copied else []
+            waiting.append(replace(event, op=Op.SPREAD, step_offset=1))
+            due = [waiting.popleft() for _ in range(len(waiting) if index == ends[-1] else len(waiting) - MAX_STEPS)]
+            placed += (spread for spread in due if spread.layer in copied)
     return tuple(placed)
 
 
