@@ -128,9 +128,10 @@ class CollectiveReplay:
         """Behind the decision: all fetches of the pass are over."""
         fetches = sum(event.op is Op.FETCH and not event.ahead for event in schedule.events)
         begun = self._counts()["gathers"] - self._before["gathers"] - fetches
-        units = [_unit(event) for event in schedule.events if event.op is Op.SPREAD and event.ahead]
-        for unit in [unit for unit in units if not (schedule.delayed and self._others.is_left(unit))][begun:]:
-            self._others.renew_copy(unit)
+        spreads = (event for event in schedule.events if event.op is Op.SPREAD and event.ahead)
+        made = [event for event in spreads if not (schedule.delayed and self._others.is_left(_unit(event)))]
+        for event in made[begun:]:
+            self._others.renew_copy(_unit(event))
 
     def _counts(self) -> Counter[str]:
         others = self._others

@@ -30,9 +30,9 @@ def units_to_copy(events: Sequence[Event], share: float, stay: bool = False) -> 
     """The units whose copy is kept: of those that are fetched again the given share, the last layers first, since their copies
     wait for the shortest time. `stay`: copies outlive the step; then of all units, those that are fetched again first."""
     counts: Counter[Unit | None] = Counter(event.layer for event in events if _is_fetch(event))
-    again = [unit for unit, count in counts.items() if count > 1 and unit is not None]
-    once = [unit for unit, count in counts.items() if count == 1 and unit is not None] if stay else []
-    chosen = [*_last_layers_first(again), *_last_layers_first(once)][: round(share * (len(again) + len(once)))]
+    again: list[Unit] = [unit for unit, count in counts.items() if count > 1 and unit is not None]
+    once: list[Unit] = [unit for unit, count in counts.items() if stay and count == 1 and unit is not None]
+    chosen: list[Unit] = [*_last_layers_first(again), *_last_layers_first(once)][: round(share * (len(again) + len(once)))]
     return in_order(chosen)
 
 
