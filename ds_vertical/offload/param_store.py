@@ -486,4 +486,14 @@ class StandingCopies:
             found = shards.get(id(param))
             return zero_params.shard(param) if found is None else found
 
-        return self._levels.renew(unit, self._partitioned(unit), shard_of, store.files.versions[unit])
+        parts = self._levels.renew(unit, self._partitioned(unit), shard_of, store.files.versions[unit])
+        self._give_back(unit)
+        return parts
+
+    def _give_back(self, unit: Unit) -> None:
+        """The unit's next fetch comes out of the copy, and takes no buffer over."""
+        store = self._store
+        if (update := store.updates.latest.pop(unit, None)) is not None:
+            store.buffers.pool(unit).put_back(update.buffer)
+        elif unit in store.ahead:
+            store.drop_ahead(unit)

@@ -122,6 +122,7 @@ def test_a_copy_that_stands_has_the_same_bits_and_no_forward_crosses_the_link(tr
 # how steps are taken, beside copies that stand; how many of the four units' copies do stand in the second step
 STANDING_RUNS: dict[str, tuple[dict[str, Any], int]] = {
     "behind each step": ({"places": {"params": "cpu", "optimizer": "cpu"}, "clip": 0.5, **AT_ONCE}, 4),
+    "from buffers": ({"places": {"optimizer": "cpu"}, "steps": 4, **AT_ONCE}, 4),
     "half of them": ({"share": 0.5, **AT_ONCE}, 2),
     "waited for at once": ({"section": {"optimizer_delay": 0.0, "overlap": False}}, 3),
     "steps left": ({"section": {"optimizer_delay": 1.0}}, 0),
