@@ -158,13 +158,9 @@ class Network:
         copied = self.copy_share * elements if again else 0.0
         return self.spread(elements - copied, element_bytes) + self.local_gather(copied, element_bytes)
 
-    def _on_node(self, width: int, stride: int) -> int:
-        """Of a hop's ranks, which have numbers `stride` apart, those of one node."""
-        return max(1, min(width, self.ranks_per_node // stride))
-
     def _ring(self, width: int, stride: int, num_bytes: float) -> tuple[Hop, ...]:
         """A gather of `num_bytes` from each rank of a hop: as fast as the ring's slowest edge, where it crosses at all."""
-        near, into_rank = self._on_node(width, stride), (width - 1) * num_bytes
+        near, into_rank = _on_node(width, stride, self.ranks_per_node), (width - 1) * num_bytes
         received = into_rank * self.ranks_per_node
         if near == width:
             return _hop("net_local", into_rank, received)
@@ -172,10 +168,15 @@ class Network:
 
     def _each_to_each(self, width: int, stride: int, num_bytes: float, rounded: float) -> tuple[Hop, ...]:
         """`num_bytes` from each rank of a hop to each other one. `rounded`: see `Hop`."""
-        near, ranks = self._on_node(width, stride), self.ranks_per_node
+        near, ranks = _on_node(width, stride, self.ranks_per_node), self.ranks_per_node
         within, across = (near - 1) * num_bytes, (width - near) * num_bytes * ranks
         first = _hop("net_local", within, within * ranks, rounded)
         return first + _hop("net_cross", across, across, 0.0 if first else rounded)
+
+
+def _on_node(width: int, stride: int, ranks_per_node: int) -> int:
+    """Of a hop's ranks, which have numbers `stride` apart, those of one node."""
+    return max(1, min(width, ranks_per_node // stride))
 
 
 def _hop(lane: NetLane, num_bytes: float, received: float, rounded: float = 0.0) -> tuple[Hop, ...]:
