@@ -251,10 +251,8 @@ class _Pass:
         self._coming = arrivals(parts.schedule.events, levels=parts.schedule.copied is not None)
         self._spreading: dict[Unit, Ticket] = {}
         self._watch = parts.watch
-        self.micro_batches = parts.micro_batches
-        self.params = parts.params
-        self.leave = parts.leave
-        self.replay = parts.replay
+        self.micro_batches, self.params = parts.micro_batches, parts.params
+        self.leave, self.replay = parts.leave, parts.replay
 
     def handlers(self) -> dict[Op, Handler]:
         return {Op.FETCH: self.fetch, Op.SPREAD: self.spread, Op.RELEASE: self.release, Op.F: self.forward}
@@ -280,7 +278,7 @@ class _Pass:
         self._spreading[unit] = ticket
         return None
 
-    def spread(self, event: Event) -> Ticket:
+    def spread(self, event: Event) -> Ticket | None:
         return self._spreading.pop(_unit(event))
 
     def release(self, event: Event) -> None:
@@ -375,7 +373,6 @@ class _Training(_WithBackward):
             | {
                 Op.HEAD: self.head,
                 Op.B: self.backward,
-                Op.SPREAD: lambda event: self.renew(_unit(event)) if event.ahead else self.spread(event),
                 Op.REDUCE: self.reduce,
                 Op.CROSS: lambda event: self.optimizer.reducing(_unit(event)),
                 Op.HOLD: self.hold,
@@ -406,10 +403,12 @@ class _Training(_WithBackward):
         unit = _unit(event)
         return self._fetch(unit, self.optimizer.stepped_ahead(unit) or self._stepped.pop(unit, None))
 
-    def renew(self, unit: Unit) -> Ticket | None:
-        """Of what the step leaves to the next one there are no values yet: the next one spreads it."""
-        left = self._leaves and self.optimizer.is_left(unit)
-        return None if left or self.params.copies is None else self.params.copies.renew(unit)
+    def spread(self, event: Event) -> Ticket | None:
+        """Ahead: of what the step leaves to the next one there are no values yet; the next one spreads it."""
+        unit, copies = _unit(event), self.params.copies
+        if not event.ahead:
+            return super().spread(event)
+        return None if copies is None or (self._leaves and self.optimizer.is_left(unit)) else copies.renew(unit)
 
     def head(self, event: Event) -> None:
         self._hint(event)

@@ -188,9 +188,7 @@ class _Memory:
 
     def step_unit(self, unit: Unit) -> Ticket | None: ...
 
-    def step_ahead(self, unit: Unit) -> Ticket | None: ...
-
-    def stepped_ahead(self, unit: Unit) -> Ticket | None: ...
+    step_ahead = stepped_ahead = step_unit
 
     def is_left(self, unit: Unit) -> bool:
         return False
