@@ -37,8 +37,8 @@ from kept_plan import DELAY, LIBRARIES, WINDOW, Planner
 
 from ds_vertical.cli.bench import disk_limit
 from ds_vertical.cli.bench.arms import build_arms
-from ds_vertical.cli.plan.command import time_pieces
 from ds_vertical.cli.plan.fake_run import read_spec
+from ds_vertical.cli.plan.pieces import time_pieces
 from ds_vertical.config.section import SECTION, Activations
 from ds_vertical.errors import ConfigError
 from ds_vertical.model.hf import named_shape, read_fields

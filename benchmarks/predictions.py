@@ -26,9 +26,9 @@ import report
 import run
 
 from ds_vertical.cli.bench.arms import ssd_folders
-from ds_vertical.cli.plan.command import time_pieces
 from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
 from ds_vertical.cli.plan.fake_run import read_spec
+from ds_vertical.cli.plan.pieces import time_pieces
 from ds_vertical.model.hf import read_fields
 from ds_vertical.planner import memory_budget, search
 from ds_vertical.planner.candidate import Candidate, Choice

@@ -204,6 +204,7 @@ def summary(taken: list[dict[str, Any]], num_samples: int, rate_bytes: float | N
 def measured_links(hosts: TwoHosts) -> dict[str, Any]:
     """What `ds-vertical limits --links` says of the two hosts. Raises RigError."""
     words = ["limits", "--links", "--hostfile", launch.HOSTFILE, "--size-mb", str(LINKS_MB), "--json"]
+    words += ["--", "--master_port", str(launch.PORT - 1)]  # arms have those from it on
     command = [sys.executable, "-m", "ds_vertical.cli.main", *words]
     run = subprocess.run(command, cwd=hosts.shared, env=launch.environment(hosts), capture_output=True, text=True)
     if run.returncode:
@@ -220,13 +221,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     configs = build_configs(options)
     with TwoHosts(options.folder, options.rate, options.slow) as hosts, contextlib.ExitStack() as stack:
         launch.write_settings(hosts, options.ranks_per_node)
-        links = measured_links(hosts)
         arms = {}
         for number, (name, config) in enumerate(configs.items()):
             arms[name] = Arm(name, hosts, config, launch.PORT + number, options)
             stack.callback(arms[name].close)
             arms[name].wait_ready()
             print(f"{name}: ready", flush=True)
+        links = measured_links(hosts)  # beside the waiting arms, as steps are
         taken = measure(arms, options.steps)
     num_samples = len(NAMES) * options.ranks_per_node * options.micro_batches
     num_samples *= next(iter(configs.values()))["train_micro_batch_size_per_gpu"]

@@ -21,8 +21,8 @@ from typing import Any, Final
 
 import twonode
 
-from ds_vertical.cli.plan.command import time_pieces
 from ds_vertical.cli.plan.fake_run import read_spec
+from ds_vertical.cli.plan.pieces import time_pieces
 from ds_vertical.model.hf import read_fields
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.candidate import Candidate, Choice
@@ -46,7 +46,7 @@ ARMS: Final[dict[str, Mapping[str, Any]]] = {
 
 def rank_machine(profile: Profile, num_ranks: int, record: Mapping[str, Any]) -> Machine:
     """This machine as one of all ranks sees it, with the links of a record."""
-    machine = profile.machine.shared(num_ranks).with_links(record["links"])
+    machine = profile.machine.shared(num_ranks).with_links(record["links"]["links"])
     # the load of one host's ranks is counted; the other host's ranks load the same cores
     names = ("net_core_s_per_byte", "net_round_core_s_per_element")
     return replace(machine, **{name: NODES * getattr(machine, name) for name in names})
@@ -71,7 +71,7 @@ def predicted(record: Mapping[str, Any], profile: Profile) -> dict[str, dict[str
     ranks = NODES * record["ranks_per_node"]
     fields = read_fields(twonode.ROOT / "configs" / "models" / f"{record['model']}.json")
     spec = read_spec(record["model"], fields, record["tokens"], record["dtype"], None)
-    seconds = time_pieces(spec, fields, 1).times(ranks)
+    seconds = time_pieces(spec, fields, 1, ranks)
     machine = rank_machine(profile, ranks, record)
     found = {}
     for name in [name for name in record["arms"] if name in ARMS]:

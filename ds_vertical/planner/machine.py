@@ -15,6 +15,7 @@ from ds_vertical.errors import CostsError
 from ds_vertical.types import Tier, TierBytes, check_number, refuse
 
 _MOST_LOAD: Final = 0.9  # of the host cores, which transfers can take: a computation beside them goes on
+_EVEN: Final = 0.5  # of the host cores, which a computation and collectives have where each wants more: the kernel's division
 SHIPPED: Final = Path(__file__).resolve().parent / "machines"
 _CAPACITIES: Final = {tier: f"{tier}_bytes" for tier in Tier}  # the keys of "capacity"
 
@@ -157,10 +158,20 @@ class Machine:
         """`adam_share` in the best order: where both at a time are slower, in turn."""
         return min(1.0, self.adam_share)
 
-    def load(self, ssd_bytes_per_s: float, net_bytes_per_s: float = 0.0) -> float:
-        """The share of the host cores that transfers at these rates take from the computation, where it runs on these."""
-        cores = (self.ssd_core_s_per_byte or 0.0) * ssd_bytes_per_s + (self.net_core_s_per_byte or 0.0) * net_bytes_per_s
+    def load(self, ssd_bytes_per_s: float) -> float:
+        """The share of the host cores that transfers at this rate take from the computation, where it runs on these."""
+        cores = (self.ssd_core_s_per_byte or 0.0) * ssd_bytes_per_s
         return min(cores / self.host_cores, _MOST_LOAD) if self.one_memory else 0.0
+
+    def divided(self, ssd_bytes_per_s: float, net_bytes_per_s: float, computes: bool) -> tuple[float, float]:
+        """The parts of its own speed that a computation, and that collectives have, with SSD and collectives at these speeds of
+        theirs. Collectives that need less of the cores than the half keep their speed."""
+        if not self.one_memory:
+            return 1.0, 1.0
+        wanted = (self.net_core_s_per_byte or 0.0) * net_bytes_per_s / self.host_cores
+        taken = min(wanted, _EVEN if computes else 1.0)
+        left = 1 - min(self.load(ssd_bytes_per_s) + taken, _MOST_LOAD)
+        return left, taken / wanted if wanted else 1.0
 
     @property
     def read_together(self) -> float:

@@ -3,7 +3,8 @@
 [Note: lanes and queues] A lane (SSD read, CPU Adam, ...) has one queue per purpose, as the runtime has one handle per
 direction and purpose. A queue is first in, first out, in the schedule's order; a lane divides itself evenly among the
 queues that have work ready. SSD reads and writes slow each other down as measured together; where host and device are
-one memory, compute and CPU Adam share the host cores, less what transfers take of these. With fixed rates and one queue per
+one memory, compute and CPU Adam share the host cores, less what transfers take of these. Collectives take what they need, but
+not more than the half of the cores beside a computation; then they are slower themselves. With fixed rates and one queue per
 lane no transfer that gets faster makes a step slower; where lanes share, it can happen, here as on a machine (an early CPU
 Adam takes cores from the computation that everybody waits for).
 
@@ -205,7 +206,7 @@ class _Simulation:
         self.busy_s: dict[Lane, float] = {}
         self.overlap = settings.overlap
         self.factors: dict[tuple[Lane, ...], tuple[float, ...]] = {}  # by what is active, see `_divided`
-        self.transfers_load = machine.load(1.0, 1.0) > 0  # the host cores
+        self.transfers_load = machine.one_memory and (machine.ssd_core_s_per_byte or machine.net_core_s_per_byte)
 
     def _chain(self, index: int, job: Sequence[Stage]) -> list[_Task]:
         tasks = [_Task(index, stage, 1, stage.seconds) for stage in job]
@@ -324,8 +325,9 @@ class _Simulation:
         if not self.transfers_load:
             return factors
         stages = [(factor, task.stage) for factor, task in zip(factors, active, strict=True)]
-        left = 1 - self.machine.load(*_moved_per_s(stages))
-        return [factor * (left if stage.lane in ("compute", "adam") else 1.0) for factor, stage in stages]
+        left, sent = self.machine.divided(*_moved_per_s(stages), "compute" in lanes or "adam" in lanes)
+        parts = {"compute": left, "adam": left, "net_local": sent, "net_cross": sent}
+        return [factor * parts.get(stage.lane, 1.0) for factor, stage in stages]
 
     def _divided(self, lanes: tuple[Lane, ...]) -> tuple[float, ...]:
         """The part of its lane's speed that each of the active stages has, before transfers take any of the host cores."""

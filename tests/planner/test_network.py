@@ -24,8 +24,9 @@ from ds_vertical.planner.machine import Machine, read_links
 from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.network import Hop, Network, seconds_of
 from ds_vertical.planner.simulate import SimulationSettings, simulate
+from ds_vertical.schedule.events import Event, Op, Schedule, parse_events
 from ds_vertical.schedule.passes import TrainingStep, build_training
-from ds_vertical.types import Tier
+from ds_vertical.types import Placement, Tier
 
 MACHINE = Machine(
     ssd_read_bytes_per_s=1e6,
@@ -174,6 +175,35 @@ def test_fewer_bits_cross() -> None:
     assert exact["net_local"] == found["net_local"]  # a node's copy has the dtype of the weights again
 
 
+def test_what_is_rounded_for_a_hop_takes_cores_ahead_of_it() -> None:
+    bits = replace(LEVELS, weight_bytes=1 + 4 / 256, gradient_bytes=(None, 0.5 + 4 / 256))
+    machine = replace(MACHINE, net_round_core_s_per_element=1e-6)
+    events = training(bits).events
+    costs = dict(zip(events, event_costs(events, machine, replace(SHAPE, network=bits)), strict=True))
+    spread, cross = (next(cost for event, cost in costs.items() if event == Event(op, 0))[0] for op in (Op.SPREAD, Op.CROSS))
+    # of 1000 numbers each node rounds its 500 and reads all; of each gradient it rounds its sum, and reads half of two
+    assert [stage.lane for stage in spread] == ["compute", "net_cross", "net_local"]
+    assert spread[0].seconds == pytest.approx(1500e-6 / 2) and cross[0].seconds == pytest.approx(2000e-6 / 2)
+    within = replace(bits, gradient_bytes=(0.5 + 4 / 256, None))
+    assert within.reduce(1000, 4)[0].rounded == 4000 and within.cross(1000, 4)[0].rounded == 0
+    exact = zip(events, event_costs(training(LEVELS).events, machine, replace(SHAPE, network=LEVELS)), strict=True)
+    spreads = [stage for event, cost in exact if event.op is Op.SPREAD for job in cost for stage in job]
+    assert not any(stage.lane == "compute" for stage in spreads)
+
+
+def test_sums_are_copied_ahead_of_their_collective_and_units_behind_theirs() -> None:
+    machine = replace(MACHINE, copy_host_bytes_per_s=1e6)
+    for network in (FLAT, LEVELS):
+        events = training(network).events
+        costs = dict(zip(events, event_costs(events, machine, replace(SHAPE, network=network)), strict=True))
+        reduce = next(cost for event, cost in costs.items() if event == Event(Op.REDUCE, 0))[0]
+        assert (reduce[0].lane, reduce[0].purpose, reduce[0].seconds) == ("compute", "compute", pytest.approx(4000 / 1e6))
+        gathers = [Op.SPREAD, Op.FETCH] if network.levels else [Op.FETCH]
+        for op in gathers:
+            (joined,) = [s for s in costs[Event(op, 0)][0] if s.lane == "compute"]
+            assert (joined.purpose, joined.seconds) == ("parameters", pytest.approx(2000 / 1e6))
+
+
 def test_one_node_and_one_rank() -> None:
     assert [hop.lane for hop in Network(1, 4).gather(1000, 2)] == ["net_local"]
     assert Network().gather(1000, 2) == () and Network().reduce(1000, 4) == ()
@@ -189,6 +219,26 @@ def test_a_step_is_as_long_as_its_link_is_busy() -> None:
     assert step_s(replace(LEVELS, copy_share=0.0)) > 1.1 * step_s(LEVELS)
     unlimited = replace(MACHINE, net_local_bytes_per_s=None, net_cross_bytes_per_s=None)
     assert step_s(FLAT, unlimited) < 0.05 * step_s(FLAT)
+
+
+def test_cores_are_divided_between_a_computation_and_collectives() -> None:
+    machine = replace(MACHINE, net_core_s_per_byte=1e-6)  # of 2 cores
+    assert machine.divided(0.0, 0.5e6, computes=True) == pytest.approx((0.75, 1.0))  # they need a quarter, and have it
+    assert machine.divided(0.0, 1.5e6, computes=True) == pytest.approx((0.5, 2 / 3))  # they need three, and have two
+    assert machine.divided(0.0, 1.5e6, computes=False)[1] == pytest.approx(1.0)
+    assert machine.divided(0.0, 4e6, computes=False)[1] == pytest.approx(0.5)  # they need all cores twice
+    assert replace(machine, net_core_s_per_byte=None).divided(0.0, 4e6, computes=True) == (1.0, 1.0)
+
+
+def test_a_collective_beside_a_computation_by_hand() -> None:
+    """A gather of 1 s that alone needs both cores, beside a forward of 0.5 s: each has half of them until the forward ends."""
+    in_memory = Placement.of(parameters_on_ssd=0.0, state_on_ssd=0.0)
+    shape = ModelShape(0, (1000,), 0.5, 0.0, 4, num_shards=2, network=Network(1, 2), placement=in_memory)
+    machine = replace(MACHINE, net_local_bytes_per_s=1000.0, net_core_s_per_byte=1e-3)
+    schedule = Schedule(1, 1, parse_events("0FETCH 0F0"))
+    found = simulate(schedule, machine, shape, needs=[(), ()])
+    assert found.end_s == pytest.approx((1.5, 1.0))
+    assert simulate(schedule, replace(machine, net_core_s_per_byte=None), shape, needs=[(), ()]).end_s == (1.0, 0.5)
 
 
 def test_bytes_that_ranks_receive_take_cores_from_the_computation() -> None:
@@ -259,4 +309,6 @@ def test_links_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         with pytest.raises(CostsError, match="write the path of a file of `ds-vertical limits --links --out`"):
             read_links(broken)
     broken.write_text(json.dumps({"links": LINKS}))
-    assert read_links(broken) == {f"net_{name}": value for name, value in LINKS.items()}
+    assert MACHINE.with_links(read_links(broken)) == replace(MACHINE, **{f"net_{name}": each for name, each in LINKS.items()})
+    with pytest.raises(CostsError, match="links.speed: no such key"):
+        MACHINE.with_links({"speed": 1.0})

@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from ds_vertical.cli.common import JsonObject, parse_bytes
 from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
+from ds_vertical.cli.plan.pieces import time_pieces
 from ds_vertical.config.deepspeed_keys import AIO
 from ds_vertical.config.section import SECTION
 from ds_vertical.engine.machine_cache import cached_report, disks_of, joint_report, shares_by_rates
@@ -28,7 +28,7 @@ from ds_vertical.planner.machine import Profile, read_links
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of, without_frozen
 from ds_vertical.planner.network import Network
 from ds_vertical.planner.search import Plan, PlanError, Task, choose
-from ds_vertical.types import ActivationPolicy, TensorKind, Tier, TierBytes, per_tier
+from ds_vertical.types import TensorKind, Tier, TierBytes, per_tier
 
 _BAD_INPUT, _NO_PLAN = 2, 1
 _DAY_S = 86400
@@ -210,16 +210,15 @@ def _limits(machine: Profile, options: argparse.Namespace) -> TierBytes:
 def _seconds(options: argparse.Namespace, machine: Profile, spec: ModelSpec, fields: JsonObject) -> Callable[[int], Seconds]:
     """Of the model's pieces by sequences per micro-batch: timed where this is the machine, else from its operations."""
     if options.machine is None:
-        timed = _timed(spec, fields)
-        slower = options.num_ranks if machine.machine.one_memory else 1  # ranks that share the cores
-        return lambda size: without_frozen(spec, timed(size).times(slower))
+        timed = _timed(spec, fields, options.num_ranks)
+        return lambda size: without_frozen(spec, timed(size))
     rate = machine.flops_per_s.get(spec.dtype)
     if rate is None:
         raise CostsError(f"rates.{spec.dtype}_flops_per_s: missing in {options.machine}; run `ds-vertical limits` again")
     return lambda size: estimated(spec, size, rate)
 
 
-def _timed(spec: ModelSpec, fields: JsonObject) -> Callable[[int], Seconds]:
+def _timed(spec: ModelSpec, fields: JsonObject, num_ranks: int) -> Callable[[int], Seconds]:
     @cache
     def timed(size: int) -> Seconds:
         if size > _TIMED_SIZES[-1]:
@@ -228,35 +227,9 @@ def _timed(spec: ModelSpec, fields: JsonObject) -> Callable[[int], Seconds]:
             slopes = {key: value + grown * (value - less.pieces[key]) for key, value in most.pieces.items()}
             return replace(most, **{key: max(0.0, value) for key, value in slopes.items()})
         print(f"timing a block of {spec.name} with micro-batches of {size}", file=sys.stderr, flush=True)
-        return time_pieces(spec, fields, size)
+        return time_pieces(spec, fields, size, num_ranks)
 
     return timed
-
-
-def time_pieces(spec: ModelSpec, fields: JsonObject, size: int) -> Seconds:
-    """Seconds of a model's pieces for a micro-batch of `size` sequences, measured on this machine. Raises ConfigError where a
-    block cannot be timed."""
-    from ds_vertical.cli.bench.block_timer import BlockBatch, BlockTimer
-    from ds_vertical.cli.bench.machine_info import accelerator
-
-    with tempfile.TemporaryDirectory(prefix="ds_vertical.plan.") as folder:
-        model = Path(folder, "config.json")
-        model.write_text(json.dumps(fields))
-        batch = BlockBatch(size * spec.sequence_length, size, spec.dtype)
-        try:
-            timer = BlockTimer(model, batch, accelerator(), zero_linear=True)
-            rates = timer.rates(3)
-        except RuntimeError as error:  # of torch: out of memory, as a rule
-            advice = "write a smaller --micro-batch-size or --sequence-length, or name a machine with --machine"
-            what = f"a block of {spec.name} with micro-batches of {size} cannot be timed here"
-            raise ConfigError(f"{what} ({str(error).splitlines()[0]}); {advice}") from error
-    forward, backward = rates["layer_forward_s"], max(0.0, rates["layer_backward_s"])
-    names: tuple[ActivationPolicy, ...] = ("free", "products", "everything")
-    saved: dict[ActivationPolicy, float] = {
-        name: rates[f"{name}_saved_s"] / forward for name in names if f"{name}_saved_s" in rates
-    }
-    outside = rates["pre_forward_s"], rates["pre_backward_s"], rates["head_s"]
-    return Seconds(forward, backward, *outside, saved_shares={timer.kind: saved})
 
 
 # ---- what is shown

@@ -1,0 +1,123 @@
+"""Seconds of a model's pieces on this machine, as one rank has them, or each of several that compute on the same cores.
+
+[Note: ranks side by side] Ranks that share a host's cores share its caches and the way to its memory, too, and each has a team
+of its part of the cores. How long a piece takes then is measured: as many processes time it at once as there are ranks, but
+twice as many as cores at most. Of more ranks each waits in proportion.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean
+from typing import IO, Any, Final
+
+from ds_vertical.cli.bench.machine_info import accelerator
+from ds_vertical.cli.common import JsonObject
+from ds_vertical.errors import ConfigError
+from ds_vertical.planner.model_shape import ModelSpec, Seconds
+from ds_vertical.types import ActivationPolicy
+
+_ROUNDS: Final = 3
+_MARK: Final = "ds_vertical pieces: "  # ahead of what a process says: libraries write to its output, too
+_READY: Final = "ready"
+_POLICIES: Final[tuple[ActivationPolicy, ...]] = ("free", "products", "everything")
+
+
+def time_pieces(spec: ModelSpec, fields: JsonObject, size: int, num_ranks: int = 1) -> Seconds:
+    """Seconds for a micro-batch of `size` sequences on each of `num_ranks` ranks, which share the cores where they compute on
+    these; see [Note: ranks side by side]. Raises ConfigError where a block cannot be timed."""
+    order = {"fields": fields, "tokens": size * spec.sequence_length, "sequences": size, "dtype": spec.dtype}
+    cores = len(os.sched_getaffinity(0))
+    count = min(num_ranks, 2 * cores) if accelerator() == "cpu" else 1
+    try:
+        found = [_timed(order)] if count == 1 else _timed_together(order | {"threads": max(1, cores // num_ranks)}, count)
+    except RuntimeError as error:  # of torch: out of memory, as a rule
+        advice = "write a smaller --micro-batch-size or --sequence-length, or name a machine with --machine"
+        what = f"a block of {spec.name} with micro-batches of {size} cannot be timed here"
+        raise ConfigError(f"{what} ({str(error).splitlines()[0]}); {advice}") from error
+    rates = [each["rates"] for each in found]
+    known = [key for key in rates[0] if all(key in each for each in rates)]
+    seconds = _seconds({key: fmean(each[key] for each in rates) for key in known}, found[0]["kind"])
+    return seconds if count == 1 else seconds.times(num_ranks / count)
+
+
+def _timed(order: JsonObject, told: IO[str] | None = None) -> JsonObject:
+    """What `BlockTimer` finds in this process, once `told` has a line."""
+    from ds_vertical.cli.bench.block_timer import BlockBatch, BlockTimer
+
+    with tempfile.TemporaryDirectory(prefix="ds_vertical.plan.") as folder:
+        model = Path(folder, "config.json")
+        model.write_text(json.dumps(order["fields"]))
+        batch = BlockBatch(order["tokens"], order["sequences"], order["dtype"])
+        timer = BlockTimer(model, batch, accelerator(), zero_linear=True)
+        if told is not None:
+            _say(_READY)
+            told.readline()
+        return {"rates": timer.rates(_ROUNDS), "kind": timer.kind}
+
+
+def _seconds(rates: Mapping[str, float], kind: str) -> Seconds:
+    forward, backward = rates["layer_forward_s"], max(0.0, rates["layer_backward_s"])
+    saved: dict[ActivationPolicy, float] = {
+        name: rates[f"{name}_saved_s"] / forward for name in _POLICIES if f"{name}_saved_s" in rates
+    }
+    outside = rates["pre_forward_s"], rates["pre_backward_s"], rates["head_s"]
+    return Seconds(forward, backward, *outside, saved_shares={kind: saved})
+
+
+# ---- several processes
+
+
+def _timed_together(order: JsonObject, count: int) -> list[JsonObject]:
+    """What `count` processes find that begin together. Raises RuntimeError where one fails."""
+    command, pipe = [sys.executable, "-m", __name__], subprocess.PIPE
+    environment = os.environ | {"OMP_NUM_THREADS": str(order["threads"])}
+    with ExitStack() as stack:
+        timers = [
+            stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment))
+            for _ in range(count)
+        ]
+        for timer in timers:
+            stack.callback(timer.kill)
+            _tell(timer, json.dumps(order))
+        for timer in timers:
+            _said(timer)
+        for timer in timers:
+            _tell(timer, "go")
+        return [json.loads(_said(timer)) for timer in timers]
+
+
+def _tell(timer: subprocess.Popen[str], line: str) -> None:
+    assert timer.stdin is not None
+    timer.stdin.write(f"{line}\n")
+    timer.stdin.flush()
+
+
+def _said(timer: subprocess.Popen[str]) -> str:
+    """What a process says next. Raises RuntimeError where it ends instead."""
+    assert timer.stdout is not None
+    for line in timer.stdout:
+        if line.startswith(_MARK):
+            return line.removeprefix(_MARK)
+    raise RuntimeError(f"a process that times the model ended with status {timer.wait()}")
+
+
+def _say(text: str) -> None:
+    print(f"\n{_MARK}{text}", flush=True)
+
+
+def main() -> None:
+    """One of the processes."""
+    order: dict[str, Any] = json.loads(sys.stdin.readline())
+    _say(json.dumps(_timed(order, sys.stdin)))
+
+
+if __name__ == "__main__":
+    main()
