@@ -20,6 +20,7 @@ from ds_vertical.io.runs import run_lock
 from ds_vertical.io.runs.run_dirs import FoundRun, examine, find_runs, remove_run
 
 _NOT_REMOVED: Final = 1
+_STOCK: Final = "zero_stage_3"  # DeepSpeed's folder below an nvme_path
 _EPILOG: Final = """examples:
   ds-vertical clean --path /mnt/nvme              # what is there
   ds-vertical clean --path /mnt/nvme --remove     # delete what is stale
@@ -29,7 +30,8 @@ A run's folder is live while one of its owners is, and stale once all are known 
 be told here: its owners are, or were, on another host. An unknown one is removed only by its name, a live one never. A folder
 in which no lock says that a run made it under its name is never removed, whatever it is called. A run on several SSDs has a
 folder on each; those on SSDs that were not named are listed, too. Parts of a checkpoint lie on another SSD than its folder: an
-orphan's checkpoint is not where it was; it is removed only by its name.
+orphan's checkpoint is not where it was; it is removed only by its name. What runs of stock DeepSpeed have left is listed and
+never removed: they take no lock.
 
 Exit status: 0; 1 where something that was to be removed could not be; 2 for bad usage."""
 
@@ -98,6 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     listed = [ListedParts.of(found, options.remove or []) for root in roots if root.is_dir() for found in find_parts(root)]
     if listed and not options.json:
         print("\n".join(line for each in listed for line in _parts_lines(each)))
+    stock = {root / _STOCK: disk_bytes(root / _STOCK) for root in roots if (root / _STOCK).is_dir()}
+    if stock and not options.json:
+        print("\n".join(line for folder, num_bytes in stock.items() for line in _stock_lines(folder, num_bytes)))
     names = {entry.name for entry in entries} | {each.found.home.name for each in listed}
     missing = [name for name in options.remove or [] if name not in names]
     freed = sum(entry.num_bytes for entry in entries if entry.result == "removed")
@@ -105,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         runs = [_described(entry) for entry in entries]
         told = {"counts": counts, "freed_bytes": freed, "not_found": missing, "runs": runs}
-        print(json.dumps(told | {"parts": [_parts_entry(each) for each in listed]}, indent=2))
+        left = [{"folder": str(folder), "bytes": num_bytes} for folder, num_bytes in stock.items()]
+        print(json.dumps(told | {"parts": [_parts_entry(each) for each in listed], "stock": left}, indent=2))
     else:
         print("\n".join(_summary(entries, counts, freed, missing, options.remove is not None)))
     refused = [entry for entry in entries if entry.result == "failed" or (entry.result == "kept" and options.remove)]
@@ -228,6 +234,11 @@ def _parts_lines(listed: ListedParts) -> Iterator[str]:
     elif not found.is_used and not listed.result:
         path = found.home.parent.parent
         yield f"{'':22}-> ds-vertical clean --path {path} --remove {found.home.name}  # once you know that it was deleted"
+
+
+def _stock_lines(folder: Path, num_bytes: int) -> Iterator[str]:
+    yield f"  {'stock':8}{gib(num_bytes):>10}  {folder.name}  of runs of stock DeepSpeed, which take no lock: one may be alive"
+    yield f"{'':22}-> never removed here: rm -r {folder}  # once you know that none is"
 
 
 def _parts_entry(listed: ListedParts) -> dict[str, object]:

@@ -61,15 +61,11 @@ def _value(written: object, off: object) -> object:
 def levels_faults(levels: Levels) -> list[str]:
     """What is wrong with the section's `levels`, as `move_levels` has left them."""
     default, faults = Levels(), []
-    if levels.copy_on_device:
-        faults.append(
-            f"{_LEVELS}.copy_on_device: got true, which is not there yet: a node's copy rests in host memory; write false"
-        )
     if levels.ranks_per_node > 1:
         return faults
     for key in Levels.model_fields:
         value = getattr(levels, key)
-        if key in ("ranks_per_node", "copy_on_device") or value == getattr(default, key):
+        if key == "ranks_per_node" or value == getattr(default, key):
             continue
         name = next((f"{_ZERO}.{zero_key}" for zero_key, (name, _) in _MOVED.items() if name == key), f"{_LEVELS}.{key}")
         faults.append(

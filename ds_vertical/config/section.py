@@ -81,7 +81,7 @@ class Levels(BaseModel):
     """Of the units that are fetched again in the backward, the share whose copy a node keeps in host memory. Null: as
     much as it has room for."""
     copy_on_device: bool = False
-    """Keep the copy on the device instead. Not there yet: true is refused."""
+    """Keep copies of all units on the device instead, from one optimizer step to the next."""
     gradient_bits: Annotated[tuple[Literal[4, 8] | None, Literal[4, 8] | None], BeforeValidator(_list_to_tuple)] = (None, 4)
     """With quantised gradients, their bits within a node and across nodes. Null: as they are."""
     block: Annotated[int, Field(ge=2, multiple_of=2)] = 256

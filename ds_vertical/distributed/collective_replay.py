@@ -6,8 +6,9 @@ together whether the pass counts: a step at its NORM, an evaluation at its end, 
 that fails before goes through the schedule once more, takes part in those that it has not begun, with values that nobody will
 use, and raises its error where the others raise that there was one. That takes no longer than the rest of the pass.
 
-Behind its NORM a step has no collective, yet a rank may fail there: its disk refuses what the optimizer's step writes. So the
-ranks ask each other once more at the end of the pass. Else the others would return from a step that this rank raised from.
+Behind its NORM a rank may fail, too: its disk refuses what the optimizer's step writes. So the ranks ask each other once more
+at the end of the pass. Else the others would return from a step that this rank raised from. The only collectives there are
+those that make copies for the next step; the rank takes part in these in the same way.
 """
 
 from __future__ import annotations
@@ -43,6 +44,14 @@ class Others(Protocol):
 
     def gather(self, unit: Unit, arrival: Arrival) -> None:
         """Take part in a gather with values that nobody will use. `arrival`: over which levels it goes."""
+        ...
+
+    def renew_copy(self, unit: Unit) -> None:
+        """Take part in what makes the node's copy of a unit for the next step."""
+        ...
+
+    def is_left(self, unit: Unit) -> bool:
+        """Whether the step of a unit is left to the next schedule, where steps may be."""
         ...
 
     def reductions_of(self, unit: Unit) -> int:
@@ -102,7 +111,9 @@ class CollectiveReplay:
         if self._over:
             return
         try:
-            if not self._decided:
+            if self._decided:
+                self._renew_copies(schedule)
+            else:
                 self._go(schedule, overlap)
             self._decided = self._over = True
             self._others.agree(error)
@@ -113,6 +124,15 @@ class CollectiveReplay:
                 raise further from error
             error.add_note(f"the other ranks may not know of it: {type(further).__name__}: {further}")
 
+    def _renew_copies(self, schedule: Schedule) -> None:
+        """Behind the decision: all fetches of the pass are over."""
+        fetches = sum(event.op is Op.FETCH and not event.ahead for event in schedule.events)
+        begun = self._counts()["gathers"] - self._before["gathers"] - fetches
+        spreads = (event for event in schedule.events if event.op is Op.SPREAD and event.ahead)
+        made = [event for event in spreads if not (schedule.delayed and self._others.is_left(_unit(event)))]
+        for event in made[begun:]:
+            self._others.renew_copy(_unit(event))
+
     def _counts(self) -> Counter[str]:
         others = self._others
         return Counter(gathers=others.num_gathers, reductions=others.num_reductions, votes=others.num_votes)
@@ -120,7 +140,9 @@ class CollectiveReplay:
     def _go(self, schedule: Schedule, overlap: bool) -> None:
         done = self._counts()
         done.subtract(self._before)
-        rest = _Rest(self._others, done, self._only_gathers, self._leaves, arrivals(schedule.events))
+        rest = _Rest(
+            self._others, done, self._only_gathers, self._leaves, arrivals(schedule.events, levels=schedule.copied is not None)
+        )
         try:
             Executor(rest.handlers(), overlap=overlap).run(schedule)
         except _ReachedEndError:

@@ -77,6 +77,11 @@ class Issued(Generic[T]):
         """Whether `wait` would return, or raise, at once."""
         return self._over.is_set()
 
+    @property
+    def error(self) -> BaseException | None:
+        """What a hop has failed with so far."""
+        return self._error
+
     def wait(self) -> T:
         """The result, once it has come. May be called again. Raises what a hop has failed with."""
         self._over.wait()

@@ -6,6 +6,9 @@
 - The g ranks of a *node* add their gradients before a byte crosses to another node. They have the same c.
 - All W ranks are the *world*. Each owns 1/W of the weights, gradients and state, as DeepSpeed lays it out.
 
+The section's `levels.ranks_per_node` is w, and DeepSpeed's `zero_hpz_partition_size` likewise: to users a "node" is what shares
+a copy. Where `levels.gradients` says nothing g is w. `planner.network` has the ranks of a host beside these two.
+
 w divides g, and g divides W. A hop of a collective is among the ranks that differ in one of the three numbers alone: a
 (`Level.PAIR`, w ranks), b (`Level.NODE`, g/w ranks) or c (`Level.WORLD`, W/g ranks).
 
@@ -23,7 +26,8 @@ from typing import Final
 
 from ds_vertical.errors import ConfigError
 
-_PAIR_KEY: Final = "zero_optimization.zero_hpz_partition_size"
+# w by both names that a user may have written: `prepare` has moved the first one into the second
+PAIR_KEY: Final = "zero_optimization.zero_hpz_partition_size (vertical_schedule.levels.ranks_per_node)"
 _NODE_KEY: Final = "vertical_schedule.levels.gradients"
 
 
@@ -49,7 +53,7 @@ class Topology:
             raise ConfigError(f"{_NODE_KEY}: {self.node} does not divide the {self.world} ranks; write a number that does")
         if self.pair < 1 or self.node % self.pair:
             raise ConfigError(
-                f"{_PAIR_KEY}: {self.pair} does not divide the {self.node} ranks that add their gradients first;"
+                f"{PAIR_KEY}: {self.pair} does not divide the {self.node} ranks that add their gradients first;"
                 " write a number that does"
             )
 
@@ -115,7 +119,7 @@ def topology_of(hosts: Sequence[str], pair: int | None = None, node: int | None 
         raise ConfigError(f"hostfile: hosts need equal numbers of ranks, but {named}; give all hosts the same slots=")
     per_host = len(hosts) // len(ranks)
     fitting = [n for n in range(1, len(hosts) + 1) if not len(hosts) % n and (not per_host % n or not n % per_host)]
-    for key, number in ((_PAIR_KEY, pair), (_NODE_KEY, node)):
+    for key, number in ((PAIR_KEY, pair), (_NODE_KEY, node)):
         if number is not None and number not in fitting:
             raise ConfigError(
                 f"{key}: {number} does not divide the ranks ({named}); write one of {', '.join(map(str, fitting))}"

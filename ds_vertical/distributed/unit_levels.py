@@ -6,7 +6,7 @@ Parameters of different dtypes go apart. See `schedule.levels`, [Note: levels], 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.levels import Issued, LevelCollectives, clear_padding, cut_into_chunks, joined_chunks
 from ds_vertical.distributed.quantize import Quantizer
-from ds_vertical.distributed.topology import Topology, topology_of
+from ds_vertical.distributed.topology import PAIR_KEY, Topology, topology_of
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.runs.this_host import host_id
 from ds_vertical.schedule.levels import Arrival
@@ -25,7 +25,6 @@ from ds_vertical.schedule.trace import Tracer
 from ds_vertical.types import LevelSettings, RunSettings, Unit
 
 _WEIGHT_BITS = 8
-_SIZE_KEY = "zero_optimization.zero_hpz_partition_size"
 
 _opened: dict[Topology, tuple[object, LevelCollectives]] = {}  # with the process group's store
 
@@ -40,7 +39,7 @@ def topology_on(hosts: Sequence[str], settings: LevelSettings) -> Topology:
     size = settings.ranks_per_node
     if len(hosts) % size:
         raise ConfigError(
-            f"{_SIZE_KEY}: got {size}, which does not divide the number of ranks, {len(hosts)}; write the number of ranks on a"
+            f"{PAIR_KEY}: got {size}, which does not divide the number of ranks, {len(hosts)}; write the number of ranks on a"
             " node, the same on all nodes"
         )
     split = [hosts[first : first + size] for first in range(0, len(hosts), size)]
@@ -51,7 +50,7 @@ def topology_on(hosts: Sequence[str], settings: LevelSettings) -> Topology:
     if mixed is not None:
         told = ", ".join(f"rank {mixed * size + number} on {host.split()[0]}" for number, host in enumerate(split[mixed]))
         raise ConfigError(
-            f"{_SIZE_KEY}: got {size}, by which a node is not on one host: {told}; give each host as many ranks as the others,"
+            f"{PAIR_KEY}: got {size}, by which a node is not on one host: {told}; give each host as many ranks as the others,"
             f" {size} or a multiple of it, one host after the other in the hostfile, or write 1"
         )
     return topology_of([str(rank // size) for rank in range(len(hosts))], pair=size, node=settings.gradients or size)
@@ -64,7 +63,7 @@ def refuse_levels(settings: RunSettings) -> None:
         return
     if accelerator.device_name() != "cpu":
         raise ConfigError(
-            f"{_SIZE_KEY}: got {settings.levels.ranks_per_node} on {accelerator.device_name()}; vertical_schedule has levels on"
+            f"{PAIR_KEY}: got {settings.levels.ranks_per_node} on {accelerator.device_name()}; vertical_schedule has levels on"
             " the CPU alone so far; write 1 or remove it"
         )
     ranks.start_distributed()
@@ -82,15 +81,22 @@ def _open(settings: LevelSettings) -> tuple[Topology, LevelCollectives]:
 
 # ---- parameters
 
+ShardOf = Callable[[ZeroParam], torch.Tensor]
+
 
 @dataclass(eq=False)
 class _Copy:
     """This rank's part of its node's copy of a unit: per dtype the parameters, and what brings the part. `version`: of the
-    unit's files when they were read."""
+    unit's files when they were read. `sent`: per dtype this rank's own chunk, until the part is there."""
 
     groups: list[list[ZeroParam]]
     parts: list[Issued[torch.Tensor]]
     version: int
+    sent: list[torch.Tensor | None]
+
+    def forget_sent(self) -> None:
+        """What has arrived says itself what was sent."""
+        self.sent = [None if part.is_over else sent for part, sent in zip(self.parts, self.sent, strict=True)]
 
 
 class UnitLevels:
@@ -126,9 +132,8 @@ class UnitLevels:
         """Start to assemble full parameters, out of the shards in memory or out of the node's copy. Returns those that will be
         full, and what waits for that. `version`: of the unit's files."""
         if arrival.spreads:
-            groups, what = _by_dtype(params), f"{unit}SPREAD"
-            parts = [self._collectives.spread(self._own_chunk(group), self._quantizer(group), what) for group in groups]
-            copy = _Copy(groups, parts, version)
+            copy, what = self._spread(unit, params, zero_params.shard, version), f"{unit}SPREAD"
+            copy.sent = [None] * len(copy.sent)
         else:
             copy, what = self._copies[unit], f"{unit}FETCH"
         pairs = zip(copy.groups, copy.parts, strict=True)
@@ -165,12 +170,79 @@ class UnitLevels:
                 part = zeros.expand(self.topology.world // self.topology.pair, -1).contiguous()
             self._collectives.gather(part).wait()
 
+    # ---- copies that stand from one step to the next
+
+    def renew(self, unit: Unit, params: Sequence[ZeroParam], shard_of: ShardOf, version: int) -> list[Issued[torch.Tensor]]:
+        """Start to make the copy of a unit that is not fetched; returns what is under way. `shard_of`: this rank's shard of a
+        parameter, which is copied here."""
+        for copy in self._copies.values():
+            copy.forget_sent()
+        self._copies[unit] = copy = self._spread(unit, params, shard_of, version)
+        return copy.parts
+
+    def join_renewal(self, params: Sequence[ZeroParam]) -> None:
+        """Take part in what `renew` does on the other ranks, with zeros."""
+        for group in _by_dtype(params):
+            zeros = torch.zeros(sum(map(zero_params.shard_numel, group)), dtype=zero_params.shard_dtype(group[0]))
+            self._collectives.spread(zeros, self._quantizer(group)).wait()
+
+    def standing(self, versions: Mapping[Unit, int]) -> frozenset[Unit]:
+        """The units whose copy is of their present values on all ranks; any other copy is forgotten. Collective. `versions`:
+        of the units' files."""
+        own = frozenset(
+            unit for unit, copy in self._copies.items() if copy.version == versions[unit] and self._is_current(copy)
+        )
+        found = frozenset.intersection(*ranks.all_gathered(own))
+        self._copies = {unit: copy for unit, copy in self._copies.items() if unit in found}
+        return found
+
+    def stands(self, unit: Unit) -> bool:
+        """Whether this rank has its part of a copy of the unit, or it is on its way."""
+        return unit in self._copies
+
+    def _is_current(self, copy: _Copy) -> bool:
+        """Whether what rests in memory is what this rank has sent. The values of files have versions."""
+        copy.forget_sent()
+        place = self.topology.copy_order(ranks.rank()).index(ranks.rank())
+        for group, part, sent in zip(copy.groups, copy.parts, copy.sent, strict=True):
+            if sent is None and part.error is not None:
+                return False
+            row = (part.wait()[place] if sent is None else sent).split(list(map(zero_params.shard_numel, group)))
+            members = [(param, then) for param, then in zip(group, row, strict=True) if not zero_params.is_on_ssd(param)]
+            if members:
+                params, then = [param for param, _ in members], torch.cat([then for _, then in members])
+                now = self._own_chunk(params, zero_params.shard)
+                if not (_same_bits(now, then) or _same_bits(self._rounded(now, params), then)):
+                    return False
+        return True
+
+    def _rounded(self, chunk: torch.Tensor, params: Sequence[ZeroParam]) -> torch.Tensor:
+        """The chunk as a spread leaves it."""
+        quantizer = self._quantizer(params)
+        if quantizer is None:
+            return chunk
+        rows = torch.empty_like(chunk).view(1, -1)
+        quantizer.dequantize(quantizer.quantize(chunk.view(1, -1)), rows)
+        return rows.view(-1)
+
     def drop_all(self) -> None:
         """Forget the copies: the pass that has kept them was cut."""
         self._copies.clear()
 
-    def _own_chunk(self, group: Sequence[ZeroParam]) -> torch.Tensor:
-        chunk = torch.cat([zero_params.shard(param) for param in group])
+    # ---- details
+
+    def _spread(self, unit: Unit, params: Sequence[ZeroParam], shard_of: ShardOf, version: int) -> _Copy:
+        groups = _by_dtype(params)
+        sent: list[torch.Tensor | None] = []
+        parts: list[Issued[torch.Tensor]] = []
+        for group in groups:
+            chunk = self._own_chunk(group, shard_of)
+            sent.append(chunk)
+            parts.append(self._collectives.spread(chunk, self._quantizer(group), f"{unit}SPREAD"))
+        return _Copy(groups, parts, version, sent)
+
+    def _own_chunk(self, group: Sequence[ZeroParam], shard_of: ShardOf) -> torch.Tensor:
+        chunk = torch.cat([shard_of(param) for param in group])
         clear_padding(chunk, [zero_params.full_numel(param) for param in group], ranks.rank(), self.topology.world)
         return chunk
 
@@ -178,6 +250,10 @@ class UnitLevels:
         if not self._settings.quantized_weights:
             return None
         return Quantizer(_WEIGHT_BITS, self._settings.block, tuple(map(zero_params.shard_numel, group)))
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def _by_dtype(params: Sequence[ZeroParam]) -> list[list[ZeroParam]]:
@@ -191,11 +267,11 @@ def _by_dtype(params: Sequence[ZeroParam]) -> list[list[ZeroParam]]:
 
 
 class LevelReductions:
-    """Averages summed gradients over the ranks, first over those of a node, then over the nodes."""
+    """Averages summed gradients over the ranks, first over those of a node, then over the nodes, as the `settings` say."""
 
     def __init__(self, settings: LevelSettings) -> None:
         self._topology, self._collectives = _open(settings)
-        self._settings = settings
+        self.settings = settings
 
     def start(self, unit: Unit, sums: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """As `zero_optimizer.start_reduction`: `sums` are copied, and the function returned waits for this rank's share of
@@ -217,10 +293,10 @@ class LevelReductions:
         return finish
 
     def _quantizers(self, segments: tuple[int, ...]) -> tuple[Quantizer | None, Quantizer | None]:
-        if not self._settings.quantized_gradients:
+        if not self.settings.quantized_gradients:
             return None, None
-        within, across = self._settings.gradient_bits
-        block = self._settings.block
+        within, across = self.settings.gradient_bits
+        block = self.settings.block
         return (
             None if within is None else Quantizer(within, block, segments),
             None if across is None else Quantizer(across, block, segments),

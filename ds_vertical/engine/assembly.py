@@ -98,6 +98,15 @@ class StepParts:
         outside = self.layers.outside
         return outside if num_calls == 1 else replace(outside, apart=())
 
+    def standing(self) -> frozenset[Unit] | None:
+        """The units whose copy stands when a step begins; None where none outlives a step. Collective where copies do."""
+        copies = self.params.copies
+        return copies.standing() if copies is not None and self.vertical.levels.copy_on_device else None
+
+    def standing_in_evaluation(self) -> frozenset[Unit] | None:
+        """As `build_evaluation` takes them."""
+        return self.standing() or frozenset() if self.vertical.levels.are_on else None
+
     def start_over(self) -> None:
         """Ahead of a further run of a step, which all ranks make: what has been learned holds on all of them."""
         self.state.forget()
@@ -164,6 +173,9 @@ class Assembly:
         every = [param for members in self.layers.units.values() for param in members]
         written = params.files.note_writing, params.files.note_write
         zero_params.guard_parameters(every, self.optimizer.flush, params.gathers.settle, *written)
+        # What stays on the device is there from the first pass on. Else a unit's first gather in it would have more parameters
+        # than its second, and a rank that has failed between the two could not tell which of them the others are in.
+        self.optimizer.gather_persistent(settled=True)
 
     def open_gradients(self, pairs: bool) -> GradientStore:
         """The sums of the micro-batches' gradients. `pairs`: the memory budget has room for gradients that wait."""
@@ -362,6 +374,15 @@ class OtherRanks:
     def gather(self, unit: Unit, arrival: Arrival) -> None:
         """Take part in the gather of a unit, whose values nobody will use."""
         self._params.gather_for_others(unit, arrival)
+
+    def renew_copy(self, unit: Unit) -> None:
+        """Take part in what makes the node's copy of a unit for the next step."""
+        if self._params.copies is not None:
+            self._params.copies.join(unit)
+
+    def is_left(self, unit: Unit) -> bool:
+        """Whether the step of a unit is left to the next schedule, where steps may be."""
+        return self._optimizer.driver.is_left(unit)
 
     def reductions_of(self, unit: Unit) -> int:
         """Collectives that reduce a unit's gradients."""

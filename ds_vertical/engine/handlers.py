@@ -197,6 +197,7 @@ class ScheduleRunner:
         )
         try:
             executor.run(parts.schedule)
+            self.params.gathers.issue_all()  # of copies for the next step: on all ranks, or on none
             if parts.replay is not None:
                 parts.replay.conclude()
             self._live = ()
@@ -247,13 +248,11 @@ class _Pass:
     def __init__(self, parts: PassParts) -> None:
         self.fused = parts.schedule.fused
         self.outside = parts.schedule.outside.units
-        self._coming = arrivals(parts.schedule.events)
+        self._coming = arrivals(parts.schedule.events, levels=parts.schedule.copied is not None)
         self._spreading: dict[Unit, Ticket] = {}
         self._watch = parts.watch
-        self.micro_batches = parts.micro_batches
-        self.params = parts.params
-        self.leave = parts.leave
-        self.replay = parts.replay
+        self.micro_batches, self.params = parts.micro_batches, parts.params
+        self.leave, self.replay = parts.leave, parts.replay
 
     def handlers(self) -> dict[Op, Handler]:
         return {Op.FETCH: self.fetch, Op.SPREAD: self.spread, Op.RELEASE: self.release, Op.F: self.forward}
@@ -279,7 +278,7 @@ class _Pass:
         self._spreading[unit] = ticket
         return None
 
-    def spread(self, event: Event) -> Ticket:
+    def spread(self, event: Event) -> Ticket | None:
         return self._spreading.pop(_unit(event))
 
     def release(self, event: Event) -> None:
@@ -358,7 +357,7 @@ class _Training(_WithBackward):
         hints: Mapping[Event, Event],
     ) -> None:
         super().__init__(parts, gradients, scale)
-        self.hints, self._crosses = hints, parts.schedule.copied is not None
+        self.hints, self._crosses, self._leaves = hints, parts.schedule.copied is not None, parts.schedule.delayed
         self.activations, self.kept = stores
         self.optimizer = optimizer
         self._stepped: dict[Unit, Ticket] = {}  # delayed steps that make what a unit's fetch brings
@@ -403,6 +402,13 @@ class _Training(_WithBackward):
             return self.params.fetch_ahead(_unit(event))
         unit = _unit(event)
         return self._fetch(unit, self.optimizer.stepped_ahead(unit) or self._stepped.pop(unit, None))
+
+    def spread(self, event: Event) -> Ticket | None:
+        """Ahead: of what the step leaves to the next one there are no values yet; the next one spreads it."""
+        unit, copies = _unit(event), self.params.copies
+        if not event.ahead:
+            return super().spread(event)
+        return None if copies is None or (self._leaves and self.optimizer.is_left(unit)) else copies.renew(unit)
 
     def head(self, event: Event) -> None:
         self._hint(event)

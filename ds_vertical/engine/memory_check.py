@@ -346,16 +346,18 @@ def _reduce_bytes(chunks: Sequence[PlannedChunk], num_shards: int, one_memory: b
 
 
 def _level_items(layers: LayerMap, levels: LevelSettings, param_bytes: int) -> tuple[BudgetItem, ...]:
-    """With collectives over levels: this rank's parts of the copies that the node keeps, and what a reduction sends and
-    receives beside its sums."""
+    """With collectives over levels: this rank's parts of the copies that the node keeps, on the device where they stand there,
+    and what a reduction sends and receives beside its sums."""
     if levels.share is None:
         return ()
     numels = {unit: sum(map(zero_params.full_numel, params)) for unit, params in layers.units.items()}
-    again = sorted((numel for unit, numel in numels.items() if isinstance(unit, int)), reverse=True)
-    again += [numels[unit] for unit in layers.outside.apart if unit == PRE]
-    copies = -(-sum(again[: round(levels.share * len(again))]) * param_bytes // levels.ranks_per_node)
+    copied = sorted((numel for unit, numel in numels.items() if isinstance(unit, int)), reverse=True)
+    outside = layers.outside.units if levels.copy_on_device else [unit for unit in layers.outside.apart if unit == PRE]
+    copied += [numels[unit] for unit in outside]
+    copies = -(-sum(copied[: round(levels.share * len(copied))]) * param_bytes // levels.ranks_per_node)
+    place, what = (Tier.DEVICE, "standing copies") if levels.copy_on_device else (Tier.HOST, "copies")
     return (
-        BudgetItem(Tier.HOST, "copies of the weights", copies, "vertical_schedule.levels.copy_share"),
+        BudgetItem(place, f"{what} of the weights", copies, "vertical_schedule.levels.copy_share"),
         BudgetItem(Tier.HOST, "gradients sent over levels", 2 * FP32_BYTES * max(numels.values()), _LEVELS),
     )
 

@@ -388,8 +388,7 @@ class VerticalLoop(TrainLoop):
         parts, vertical, optimizer = self._parts, self._parts.vertical, self._parts.optimizer
         return build_training(
             TrainingStep(
-                parts.layers.num_layers,
-                num_micro_batches,
+                *(parts.layers.num_layers, num_micro_batches),
                 *(vertical.order, vertical.snake, vertical.prefetch_layers),
                 delayed=optimizer.timing.leaves_steps,
                 due=frozenset(optimizer.driver.backlog.due),
@@ -402,6 +401,7 @@ class VerticalLoop(TrainLoop):
                 outside=parts.outside_of(self._calls.number),
                 reduces_beside=vertical.overlap and ranks.world_size() > 1,
                 copy_share=vertical.levels.share,
+                standing=parts.standing(),
             )
         )
 
@@ -472,8 +472,8 @@ class VerticalLoop(TrainLoop):
         parts, window = self._parts, self._parts.vertical.prefetch_layers
 
         def run(some: Sequence[Body]) -> list[Any]:
-            shape, levels = (parts.layers.num_layers, len(some)), parts.vertical.levels.are_on
-            sweep = build_evaluation(*shape, window=window, calls=calls.number, outside=parts.layers.outside, levels=levels)
+            shape, standing = (parts.layers.num_layers, len(some)), parts.standing_in_evaluation()
+            sweep = build_evaluation(*shape, window=window, calls=calls.number, outside=parts.layers.outside, standing=standing)
             return parts.runner.evaluate(sweep, some)
 
         def learned(some: Sequence[Body]) -> list[object]:

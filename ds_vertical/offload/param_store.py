@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from ds_vertical.compat import zero_params
 from ds_vertical.distributed.gather_queue import GatherQueue, UnitGather
+from ds_vertical.distributed.levels import Issued
 from ds_vertical.distributed.unit_levels import UnitLevels
 from ds_vertical.io.aio import DiskQueue, Transfer, complete
 from ds_vertical.io.buffers import BufferPool, HostBuffer, nothing_to_wait_for
@@ -194,7 +195,8 @@ class ParamStore:
     A failed read raises DiskError where the unit's ticket is waited for. A parameter that is gathered already (persistent ones,
     small enough to stay on the device) is left alone.
 
-    `files`: the shards on SSD; `buffers`: what they are read into; `updates`: takes the optimizer's new values.
+    `files`: the shards on SSD; `buffers`: what they are read into; `updates`: takes the optimizer's new values. `copies`: with
+    two levels, those that stand.
 
     `ahead`: by unit, the shards that are read before their fetch. `host_bytes`: of the buffers. `reads`: the queue of all
     reads, None where no shard is on SSD; `writer`: of all writes. `gathers`: of the units that are fetched.
@@ -208,7 +210,7 @@ class ParamStore:
         settings: ParamSettings,
     ) -> None:
         self.files = ShardFiles(units, settings.generations, settings.checksums)
-        self._units = units
+        self.units = units
         self._resident: dict[Unit, Resident] = {}
         self.ahead: dict[Unit, Copy] = {}
         self._lane = CopyStream(settings.device)
@@ -218,6 +220,7 @@ class ParamStore:
         self.updates = ParamUpdates(self.files, self.buffers, writer, self._take)
         self.host_bytes, self.reads = self.buffers.num_bytes, self.buffers.reads
         self._group, self._levels = settings.group, settings.levels
+        self.copies = None if settings.levels is None else StandingCopies(self, settings.levels)
         self._in_flight = settings.group is not None and settings.device.type == "cpu"
         self.gathers = GatherQueue(in_order=settings.group is not None, early=self._in_flight and settings.overlap)
         self._closed = False
@@ -239,7 +242,7 @@ class ParamStore:
         missing = shards if buffer is None else []
         if missing:
             buffer = self._take(unit)
-        partitioned = [param for param in self._units[unit] if zero_params.is_partitioned(param)]
+        partitioned = [param for param in self.units[unit] if zero_params.is_partitioned(param)]
         resident = Resident(buffer, partitioned, [])
         resident.gather = gather = UnitGather(
             lambda: self._gather(unit, shards, step, arrival), lambda: (step is None or step.is_over) and resident.is_read
@@ -248,7 +251,7 @@ class ParamStore:
 
         def arrive() -> None:
             self.gathers.complete(gather)
-            left = [param for param in self._units[unit] if zero_params.is_partitioned(param)]
+            left = [param for param in self.units[unit] if zero_params.is_partitioned(param)]
             if left:  # other code has given them up since the fetch, on all ranks
                 zero_params.gather(left)
                 resident.gathered += left
@@ -267,6 +270,8 @@ class ParamStore:
         self._check_absent(unit)
         shards = self.files.by_unit[unit]
         if not shards or unit in self.updates.latest or unit in self.ahead:
+            return None
+        if self.copies is not None and self.copies.stands(unit):
             return None
         buffer = self._take(unit)
         self.ahead[unit] = Copy(buffer, self.files.versions[unit])
@@ -292,11 +297,12 @@ class ParamStore:
         """The buffer with the unit's values of now: from its step, or read ahead. It is the caller's from here on."""
         copy = self.ahead.get(unit)
         if copy is not None and (unit in self.updates.latest or copy.version != self.files.versions[unit]):
-            self._drop_ahead(unit)
+            self.drop_ahead(unit)
         entry = self.updates.latest.pop(unit, None) or self.ahead.pop(unit, None)
         return None if entry is None else entry.buffer
 
-    def _drop_ahead(self, unit: Unit) -> None:
+    def drop_ahead(self, unit: Unit) -> None:
+        """Forget what was read of a unit ahead of its fetch."""
         buffer = self.ahead[unit].buffer
         buffer.complete_reads()
         del self.ahead[unit]  # not before: an interrupted wait must not forget a read in flight
@@ -326,7 +332,7 @@ class ParamStore:
         if self._in_flight:  # what was partitioned at the fetch, on all ranks alike
             resident.gathered = list(resident.partitioned)
             return zero_params.start_gather(resident.gathered, self._group)
-        resident.gathered = [param for param in self._units[unit] if zero_params.is_partitioned(param)]
+        resident.gathered = [param for param in self.units[unit] if zero_params.is_partitioned(param)]
         wait_copies = self._lane.run(lambda: zero_params.gather(resident.gathered, self._group))
         if resident.buffer is not None:
             resident.buffer.wait_copies = wait_copies
@@ -335,12 +341,12 @@ class ParamStore:
     def gather_for_others(self, unit: Unit, arrival: Arrival = Arrival()) -> None:  # noqa: B008 - frozen
         """Take part in the gather of a unit with values that are used nowhere: this rank's part of the pass has failed."""
         if self._levels is not None and (arrival.spreads or arrival.from_copy):
-            self._levels.join([param for param in self._units[unit] if zero_params.is_partitioned(param)], arrival)
+            self._levels.join([param for param in self.units[unit] if zero_params.is_partitioned(param)], arrival)
             return
         for shard in self.files.by_unit[unit]:
             if zero_params.needs_read(shard.param):
                 zero_params.bind_shard(shard.param, torch.zeros(shard.numel, dtype=shard.param.dtype))
-        gathered = [param for param in self._units[unit] if zero_params.is_partitioned(param)]
+        gathered = [param for param in self.units[unit] if zero_params.is_partitioned(param)]
         self._lane.run(lambda: zero_params.gather(gathered, self._group))
         zero_params.partition(param for param in gathered if not zero_params.is_persistent(param))
 
@@ -366,7 +372,7 @@ class ParamStore:
         if not pool.num_free:
             ahead: list[Unit] = [u for u in self.ahead if self.buffers.pool(u) is pool]
             for other in ahead[-1:]:
-                self._drop_ahead(other)
+                self.drop_ahead(other)
         return pool.take()
 
     # ---- the end
@@ -397,3 +403,97 @@ class ParamStore:
             self.reads.close()
         self.writer.close()  # completes what it is writing from the buffers
         self.buffers.unlock()
+
+
+class StandingCopies:
+    """Makes the node's copies of a store's units that are not fetched: see `schedule.levels`, [Note: standing copies].
+
+    A rank's shards come out of the buffer of their step, or are read. Once the spread has been issued nothing needs them.
+    """
+
+    def __init__(self, store: ParamStore, levels: UnitLevels) -> None:
+        self._store = store
+        self._levels = levels
+        self._issued: list[UnitGather] = []
+
+    def stands(self, unit: Unit) -> bool:
+        """Whether the unit's next fetch may come out of a copy."""
+        return self._levels.stands(unit)
+
+    def standing(self) -> frozenset[Unit]:
+        """The units whose copy is of their present values, on all ranks alike. Collective."""
+        return self._levels.standing(self._store.files.versions)
+
+    def renew(self, unit: Unit) -> Ticket:
+        """Start to make the copy of a unit. Its step must be over."""
+        store, gathers = self._store, self._store.gathers
+        gathers.advance()
+        for gather in [gather for gather in self._issued if gather.wait is not None]:
+            gathers.forget(gather)
+            self._issued.remove(gather)
+        if unit in store.ahead and store.ahead[unit].version != store.files.versions[unit]:
+            store.drop_ahead(unit)
+        if not store.buffers.pool(unit).num_free:
+            gathers.issue_all()  # what was read for other copies gives way now
+        store.fetch_ahead(unit)
+        under_way: list[Issued[torch.Tensor]] = []
+
+        def issue() -> Callable[[], None]:
+            under_way.extend(self._issue(unit))
+            return nothing_to_wait_for
+
+        def is_read() -> bool:
+            buffer = self._buffer(unit)
+            return buffer is None or all(read.done for read in buffer.reads)
+
+        gather = UnitGather(issue, is_read)
+        gathers.add(gather)
+        self._issued.append(gather)
+        gathers.advance()
+
+        def wait() -> None:
+            gathers.complete(gather)
+            for part in under_way:
+                part.wait()
+
+        return Ticket(f"spread {unit}", wait)
+
+    def join(self, unit: Unit) -> None:
+        """Take part in what `renew` does on the other ranks."""
+        self._levels.join_renewal(self._partitioned(unit))
+
+    def _partitioned(self, unit: Unit) -> list[nn.Parameter]:
+        return [param for param in self._store.units[unit] if zero_params.is_partitioned(param)]
+
+    def _buffer(self, unit: Unit) -> HostBuffer | None:
+        """With the shards of the unit that are on SSD, as they are now or will be when its reads are over."""
+        store = self._store
+        entry = store.updates.latest.get(unit) or store.ahead.get(unit)
+        return None if entry is None else entry.buffer
+
+    def _issue(self, unit: Unit) -> list[Issued[torch.Tensor]]:
+        store = self._store
+        on_ssd = store.files.by_unit[unit]
+        if on_ssd and self._buffer(unit) is None:  # it has given way
+            store.fetch_ahead(unit)
+        shards: dict[int, torch.Tensor] = {}
+        if (buffer := self._buffer(unit)) is not None:
+            buffer.wait_reads()
+            buffer.check_reads()
+            shards = {id(shard.param): shard.view(buffer.data) for shard in on_ssd}
+
+        def shard_of(param: nn.Parameter) -> torch.Tensor:
+            found = shards.get(id(param))
+            return zero_params.shard(param) if found is None else found
+
+        parts = self._levels.renew(unit, self._partitioned(unit), shard_of, store.files.versions[unit])
+        self._give_back(unit)
+        return parts
+
+    def _give_back(self, unit: Unit) -> None:
+        """The unit's next fetch comes out of the copy, and takes no buffer over."""
+        store = self._store
+        if (update := store.updates.latest.pop(unit, None)) is not None:
+            store.buffers.pool(unit).put_back(update.buffer)
+        elif unit in store.ahead:
+            store.drop_ahead(unit)

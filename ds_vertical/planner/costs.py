@@ -241,7 +241,8 @@ class _Collectives:
         self._lanes = lanes
         self._shape = shape
         self._network = shape.network or Network()
-        self._arrivals = arrivals(events) if self.levels else {}
+        self._arrivals = arrivals(events, levels=True) if self.levels else {}
+        self._handed_on = {event.layer for event in events if event.op is Op.STEP and not is_early(event)}
         self._last: dict[Unit | None, Arrival] = {}  # by unit, of its last FETCH
 
     def fetch(self, event: Event) -> _Gathered:
@@ -255,14 +256,21 @@ class _Collectives:
         if self._arrival(event).spreads:
             return _Gathered(False, ())
         hops = self._joined(event, network.local_gather(elements, shape.param_bytes))
-        return _Gathered(True, hops, self._lanes.copy("copy_in", "parameters", self._copy_bytes(event)))
+        return _Gathered(True, hops, () if network.stands else self._copied("copy_in", event))
 
     def spread(self, event: Event) -> Job:
         """The hops, and the copy on its way to where it waits."""
-        shape = self._shape
-        hops = self._joined(event, self._network.spread(shape.elements(event.layer), shape.param_bytes))
-        keeps = self._last.get(event.layer, Arrival()).keeps
-        return hops + (self._lanes.copy("copy_out", "parameters", self._copy_bytes(event)) if keeps else ())
+        shape, network = self._shape, self._network
+        sent = shape.elements(event.layer), shape.param_bytes
+        if event.ahead:
+            return self._lanes.links("parameters", network.to_copy(*sent))
+        hops = self._joined(event, network.spread(*sent))
+        keeps = not network.stands and self._last.get(event.layer, Arrival()).keeps
+        return hops + (self._copied("copy_out", event) if keeps else ())
+
+    def reads_to_spread(self, event: Event) -> bool:
+        """Whether a unit that is spread behind its step has to be read: no step has left its values in memory."""
+        return event.ahead and event.layer not in self._handed_on
 
     def reduce(self, event: Event) -> Job:
         """Over the node, or over all ranks."""
@@ -284,9 +292,10 @@ class _Collectives:
     def _gradients(self, event: Event) -> tuple[float, int]:
         return self._shape.stepped(event.layer) * self._shape.num_shards, self._shape.gradient_bytes
 
-    def _copy_bytes(self, event: Event) -> float:
-        """Of a rank's part of its node's copy."""
-        return self._shape.elements(event.layer) * self._shape.param_bytes / self._network.ranks_per_node
+    def _copied(self, lane: Literal["copy_in", "copy_out"], event: Event) -> Job:
+        """A rank's part of its node's copy on its way between host and device."""
+        num_bytes = self._shape.elements(event.layer) * self._shape.param_bytes / self._network.w
+        return self._lanes.copy(lane, "parameters", num_bytes)
 
     def _arrival(self, event: Event) -> Arrival:
         assert event.layer is not None
@@ -305,7 +314,7 @@ class _Pricer:
         self.moves = _Moves(self.lanes, shape, events)
         steps = [event for event in events if event.op is Op.STEP]
         self.split = {early.layer: [e for e in steps if e.layer == early.layer] for early in filter(is_early, steps)}
-        ahead = (event for event in events if event.ahead and (event.op is Op.FETCH or self.sizes.elements(event)))
+        ahead = (e for e in events if e.ahead and (e.op is Op.FETCH or (e.op is Op.STEP and self.sizes.elements(e))))
         self.in_memory = {event.layer for event in ahead}  # until the unit's next FETCH
         self.again = {PRE} & set(shape.apart)  # its buffer keeps it from its first FETCH to its second
         self.collectives = _Collectives(self.lanes, shape, events)
@@ -326,7 +335,8 @@ class _Pricer:
 
     def spread(self, event: Event) -> Cost:
         """The unit on its way over the nodes and over the node."""
-        return _cost(self.collectives.spread(event))
+        reads = self.collectives.reads_to_spread(event)
+        return _cost((self._read_parameters(self.shape.shard(event.layer)) if reads else ()) + self.collectives.spread(event))
 
     def _read_parameters(self, elements: float) -> Job:
         num_bytes = elements * self.shape.param_bytes * self.shape.in_files(TensorKind.PARAMETERS)

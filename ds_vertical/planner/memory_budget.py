@@ -142,9 +142,11 @@ def _levels(shape: ModelShape) -> Iterator[BudgetItem]:
     network = shape.network
     if network is None or not network.levels:
         return
-    kept = network.copy_share * sum(shape.layer_elements) * shape.param_bytes / network.ranks_per_node
+    copied = shape.num_elements if network.stands else sum(shape.layer_elements)
+    kept = network.copy_share * copied * shape.param_bytes / network.w
+    place, what = (Tier.DEVICE, "standing copies") if network.stands else (Tier.HOST, "copies")
     sent = 2 * max(shape.unit_gradients) * shape.gradient_bytes
-    yield _item(Tier.HOST, "copies of the weights", kept, "vertical_schedule.levels.copy_share")
+    yield _item(place, f"{what} of the weights", kept, "vertical_schedule.levels.copy_share")
     yield _item(Tier.HOST, "gradients sent over levels", sent, "zero_optimization.zero_hpz_partition_size")
 
 

@@ -12,13 +12,26 @@
 
 On one node what one level moves comes into a rank from its node. Within a node all ranks receive at a time, each at its rate.
 The link between nodes is one for all ranks of a node. Measured bytes agree with the table to 2 % (docs/multi-node.md).
+
+[Note: three levels] The table is of w = g = n: w ranks share a copy of the weights, g add their gradients first. Where these
+differ, a collective over levels has up to three hops (`distributed.topology`): over w neighbours; over g/w ranks, each w behind
+the one before; over W/g ranks, each g behind the one before. A hop of k ranks sends along a ring (weights), or from each to
+each (gradients). A ring of c bytes a rank brings (k - 1) c into each of its ranks, over one edge into each node. From each to
+each, c bytes come from each of the k - 1 others. So what the levels gain in bytes depends on where nodes end:
+
+- g = n, w < n (Frontier's pairs of a node): the table's bytes between nodes, and more within a node for a FETCH out of a copy
+  that has more in each rank: p/w.
+- g > n: the second hop crosses the link with the sums of w ranks alone: q/w per rank, and not q/g.
+- g < n: a node's own ranks are in the third hop, too.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from ds_vertical.errors import CostsError
 from ds_vertical.planner.machine import Machine
 from ds_vertical.types import check_number
 
@@ -44,8 +57,10 @@ class Network:
     """How the ranks of a plan lie on nodes. Raises CostsError.
 
     `levels`: whether collectives have two levels, see [Note: volumes]. `copy_share`: of the units that are fetched again,
-    those whose copy the node keeps. `reduces_twice`: gloo's reduce-scatter is an all-reduce. Bytes of an element on the way:
-    `weight_bytes` (null: as in memory), `gradient_bytes` within a node and across (null: as they are summed).
+    those whose copy the node keeps, on the device from step to step with `stands`. `reduces_twice`: gloo's reduce-scatter is an
+    all-reduce. Bytes of an element on the way: `weight_bytes` (null: as in memory), `gradient_bytes` within a node and across
+    (null: as they are summed). `copy_ranks`, `sum_ranks`: w and g of [Note: three levels] (null: the ranks of a node); w
+    divides the ranks of a node and g, g divides all ranks, and is a part or a multiple of a node.
     """
 
     num_nodes: int = 1
@@ -55,10 +70,30 @@ class Network:
     reduces_twice: bool = False
     weight_bytes: float | None = None
     gradient_bytes: tuple[float | None, float | None] = (None, None)
+    copy_ranks: int | None = None
+    sum_ranks: int | None = None
+    stands: bool = False
 
     def __post_init__(self) -> None:
         for key in ("num_nodes", "ranks_per_node"):
             check_number("network", key, getattr(self, key), 1, "a whole number, 1 or more", whole=True)
+        in_turn = ((self.w, self.ranks_per_node), (self.w, self.g), (self.g, self.num_ranks))
+        whole_nodes = math.gcd(self.g, self.ranks_per_node) == min(self.g, self.ranks_per_node)
+        if not whole_nodes or any(part < 1 or whole % part for part, whole in in_turn):
+            raise CostsError(
+                f"network: copy_ranks {self.w} and sum_ranks {self.g} do not fit {self.num_nodes} nodes of"
+                f" {self.ranks_per_node} ranks; copy_ranks divides the other two, sum_ranks all ranks"
+            )
+
+    @property
+    def w(self) -> int:
+        """Ranks that share a copy of the weights."""
+        return self.copy_ranks or self.ranks_per_node
+
+    @property
+    def g(self) -> int:
+        """Ranks that add their gradients before these cross the link."""
+        return self.sum_ranks or self.ranks_per_node
 
     @property
     def num_ranks(self) -> int:
@@ -78,30 +113,43 @@ class Network:
 
     def gather(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
         """A FETCH over all ranks at once."""
-        return self._ring(elements * element_bytes)
+        return self._ring(self.num_ranks, 1, elements * element_bytes / self.num_ranks)
 
     def local_gather(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
         """A FETCH from the copies of a node's ranks."""
-        return self._within(elements * element_bytes)
+        return self._ring(self.w, 1, elements * element_bytes / self.w)
 
     def spread(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
-        """A SPREAD: over the nodes, then over the node. A rank rounds its own part, and reads that of all nodes."""
-        rounded = 0.0 if self.weight_bytes is None else elements * (1 + 1 / self.num_nodes)
-        across = self._across(elements * (self.weight_bytes or element_bytes), rounded)
-        return across + self._within(elements * element_bytes)
+        """A SPREAD: to the copy, then to the whole unit out of it. A rank rounds its own part, and reads its copy."""
+        sent, (w, g) = elements * (self.weight_bytes or element_bytes), (self.w, self.g)
+        rounded = 0.0 if self.weight_bytes is None else elements * (1 / self.num_nodes + self.ranks_per_node / w)
+        hops = self._ring(self.num_ranks // g, g, sent / self.num_ranks) + self._ring(g // w, w, sent / g)
+        to_copy = (*(replace(hop, rounded=rounded) for hop in hops[:1]), *hops[1:])
+        return to_copy + self.local_gather(elements, element_bytes)
+
+    def to_copy(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
+        """What of a SPREAD makes the copy."""
+        hops = self.spread(elements, element_bytes)
+        return hops[: len(hops) - len(self.local_gather(elements, element_bytes))]
 
     def reduce(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
         """A REDUCE: over the node with two levels, else over all ranks."""
-        if self.levels:
-            within = self.gradient_bytes[0]
-            rounded = 0.0 if within is None else 2 * elements * self.ranks_per_node
-            return self._within(elements * (within or element_bytes), rounded)
-        return self._ring(elements * element_bytes * (2 if self.reduces_twice else 1))
+        if not self.levels:
+            twice = 2 if self.reduces_twice else 1
+            return self._ring(self.num_ranks, 1, twice * elements * element_bytes / self.num_ranks)
+        bits, (w, g) = self.gradient_bytes[0], (self.w, self.g)
+        hops: tuple[Hop, ...] = ()
+        for width, stride in ((w, 1), (g // w, w)):
+            rounded = 0.0 if bits is None else 2 * elements * self.ranks_per_node / stride
+            hops += self._each_to_each(width, stride, elements * (bits or element_bytes) / (width * stride), rounded)
+        return hops
 
     def cross(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
         """A CROSS. Ranks round what they send, and read as much."""
-        across = self.gradient_bytes[1]
-        return self._across(elements * (across or element_bytes), 0.0 if across is None else 2 * elements)
+        bits = self.gradient_bytes[1]
+        rounded = 0.0 if bits is None else 2 * elements * self.ranks_per_node / self.g
+        sent = elements * (bits or element_bytes) / self.num_ranks
+        return self._each_to_each(self.num_ranks // self.g, self.g, sent, rounded)
 
     def sweep(self, elements: float, element_bytes: float, again: bool) -> tuple[Hop, ...]:
         """The hops of all FETCHes of a sweep, of so many elements; `again`: they have been fetched in the sweep before."""
@@ -110,17 +158,25 @@ class Network:
         copied = self.copy_share * elements if again else 0.0
         return self.spread(elements - copied, element_bytes) + self.local_gather(copied, element_bytes)
 
-    def _ring(self, num_bytes: float) -> tuple[Hop, ...]:
-        into_rank = (self.num_ranks - 1) / self.num_ranks * num_bytes
-        return _hop("net_cross" if self.num_nodes > 1 else "net_local", into_rank, into_rank * self.ranks_per_node)
+    def _ring(self, width: int, stride: int, num_bytes: float) -> tuple[Hop, ...]:
+        """A gather of `num_bytes` from each rank of a hop: as fast as the ring's slowest edge, where it crosses at all."""
+        near, into_rank = _on_node(width, stride, self.ranks_per_node), (width - 1) * num_bytes
+        received = into_rank * self.ranks_per_node
+        if near == width:
+            return _hop("net_local", into_rank, received)
+        return _hop("net_cross", into_rank * self.ranks_per_node / near, received)
 
-    def _within(self, num_bytes: float, rounded: float = 0.0) -> tuple[Hop, ...]:
-        into_rank = (self.ranks_per_node - 1) / self.ranks_per_node * num_bytes
-        return _hop("net_local", into_rank, into_rank * self.ranks_per_node, rounded)
+    def _each_to_each(self, width: int, stride: int, num_bytes: float, rounded: float) -> tuple[Hop, ...]:
+        """`num_bytes` from each rank of a hop to each other one. `rounded`: see `Hop`."""
+        near, ranks = _on_node(width, stride, self.ranks_per_node), self.ranks_per_node
+        within, across = (near - 1) * num_bytes, (width - near) * num_bytes * ranks
+        first = _hop("net_local", within, within * ranks, rounded)
+        return first + _hop("net_cross", across, across, 0.0 if first else rounded)
 
-    def _across(self, num_bytes: float, rounded: float) -> tuple[Hop, ...]:
-        into_node = (self.num_nodes - 1) / self.num_nodes * num_bytes
-        return _hop("net_cross", into_node, into_node, rounded)
+
+def _on_node(width: int, stride: int, ranks_per_node: int) -> int:
+    """Of a hop's ranks, which have numbers `stride` apart, those of one node."""
+    return max(1, min(width, ranks_per_node // stride))
 
 
 def _hop(lane: NetLane, num_bytes: float, received: float, rounded: float = 0.0) -> tuple[Hop, ...]:

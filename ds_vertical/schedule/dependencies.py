@@ -57,6 +57,7 @@ class _Walk:
         self.delayed: dict[Unit | None, list[int]] = {}
         self.early: list[int] = []
         self.ahead: dict[Unit | None, int] = {}
+        self.spread: dict[Unit | None, int] = {}
         self.under_way: list[int] = []
         self.holds: list[int] = []
         self.reduces: list[int] = []
@@ -156,6 +157,15 @@ def _spread(walk: _Walk, event: Event) -> list[int]:
     refuse_spread(unit, fetch, walk.fetched.get(unit), walk.uses[unit])
     walk.fetched[unit] = walk.index
     return [fetch]
+
+
+def _spread_ahead(walk: _Walk, event: Event) -> list[int]:
+    """The copy for the next step: of no value that may still be discarded, and behind what else changes it."""
+    unit = event.layer
+    if unit in walk.fetched:
+        raise ScheduleError(f"{unit} is still fetched, by event {walk.fetched[unit]}; release it before")
+    walk.spread[unit] = walk.index
+    return [walk.need(Op.NORM), walk.need(Op.RELEASE, unit), *walk.concluded(), *walk.steps.get(unit, ())]
 
 
 def _release(walk: _Walk, event: Event) -> list[int]:
@@ -278,6 +288,8 @@ def _step(walk: _Walk, event: Event) -> list[int]:
     if unit in walk.fetched:
         raise ScheduleError(f"{unit} is still fetched, by event {walk.fetched[unit]}; release it before its step")
     walk.refuse_read(unit, "step it")
+    if unit in walk.spread:
+        raise ScheduleError(f"event {walk.spread[unit]} has spread {unit} for the next step; step it before that")
     needs = [walk.need(Op.NORM), walk.need(Op.RELEASE, unit), *walk.take_turn()]
     walk.steps.setdefault(unit, []).append(walk.index)
     return needs
@@ -350,7 +362,7 @@ _RULES_BY_PART: Final[dict[tuple[str | None, int], dict[Op, Callable[[_Walk, Eve
     (EARLY, 0): {Op.STEP: _early_step},
     (DELAYED, -1): {Op.STEP: _delayed_step},
     (DELAYED, 0): {Op.HOLD: _hold, Op.STEP: _step_ahead},
-    (None, 1): {Op.FETCH: _fetch_ahead},
+    (None, 1): {Op.FETCH: _fetch_ahead, Op.SPREAD: _spread_ahead},
 }
 
 
@@ -438,6 +450,7 @@ def _check_once(schedule: Schedule) -> None:
     if schedule.order != "forward":
         units = schedule.outside.around(range(schedule.num_layers))
         allowed |= {e for u in units for e in (Event(Op.STEP, u, None, DELAYED, -1), Event(Op.FETCH, u, step_offset=1))}
+        allowed |= {Event(Op.SPREAD, u, step_offset=1) for u in schedule.copied or () if schedule.standing is not None}
         allowed |= {Event(Op.STEP, u, part=DELAYED) for u in units if schedule.delayed}
         allowed |= {Event(Op.HOLD, u, part=part) for u in units for part in (None, DELAYED)}
         allowed |= {Event(op, *cell) for op in _KEPT_MOVES for cell in schedule.kept}

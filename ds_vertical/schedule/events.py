@@ -76,7 +76,7 @@ _OPTIMIZER: Final = _PER_PART | {Op.NORM}
 # Op -> the sign of the step offsets it may have, and their name; the others take none.
 _OFFSETS: Final[dict[Op, tuple[int, str]]] = {
     **dict.fromkeys(_PER_PART, (-1, "a step offset <= 0")),
-    Op.FETCH: (1, "a step offset >= 0"),
+    **dict.fromkeys((Op.FETCH, Op.SPREAD), (1, "a step offset >= 0")),
 }
 _ASIDE: Final = _MOVES | {Op.RELEASE, Op.HEAD}
 _NUMBER = "(?:0|[1-9][0-9]*)"
@@ -96,7 +96,7 @@ _HEADER = re.compile(
     " micro_batches=(?P<micro_batches>[0-9]+) snake=(?P<snake>[01]) window=(?P<window>[0-9]+) delayed=(?P<delayed>[01])"
     " early=(?P<early>[01])(?:(?: moved=(?P<moved>[0-9,]+))?(?: kept=(?P<kept>[0-9,-]+))? ahead=(?P<ahead>[0-9]+))?"
     "(?: calls=(?P<calls>[0-9]+))?(?P<suf> suf=1)?(?: apart=(?P<apart>pre|suf|pre,suf))?"
-    "(?: levels=(?P<levels>none|[0-9a-z,-]+))?"
+    "(?: levels=(?P<levels>none|[0-9a-z,-]+))?(?: standing=(?P<standing>none|[0-9a-z,-]+))?"
 )
 
 
@@ -278,6 +278,7 @@ class Schedule:
     which what the forward keeps for the backward does. `calls`: how often each micro-batch's code calls the model; each call
     is a forward through all layers, and one backward is of all calls. `outside`: the parameters outside the layers. `copied`:
     with collectives over levels, the units whose copy each node keeps from one use to the next; None: there is one level.
+    `standing`: of those, the units whose copy is there when the step begins; None: no copy outlives a step.
     Construction checks the header only; validate() checks the events. Raises ScheduleError."""
 
     num_layers: int
@@ -294,6 +295,7 @@ class Schedule:
     calls: int = 1
     outside: Outside = Outside()
     copied: tuple[Unit, ...] | None = None
+    standing: tuple[Unit, ...] | None = None
 
     def __post_init__(self) -> None:
         if any(not _is_count(m) or m >= self.num_micro_batches for m in self.moved) or not _is_count(self.look_ahead):
@@ -309,6 +311,8 @@ class Schedule:
         every = self.outside.around(range(self.num_layers))
         if strangers := [unit for unit in self.copied or () if unit not in every]:
             raise ScheduleError(f"copied must name units of the schedule, got {strangers[0]}: write some of {every}")
+        if strangers := [unit for unit in self.standing or () if unit not in (self.copied or ())]:
+            raise ScheduleError(f"standing must name units of copied, got {strangers[0]}: write some of {self.copied}")
         if self.order not in ORDERS:
             raise ScheduleError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
         if self.snake and self.order != "vertical":
@@ -356,6 +360,7 @@ class Schedule:
             header += f" calls={self.calls}"
         header += self.outside.to_text()
         header += "" if self.copied is None else f" levels={_units_text(self.copied)}"
+        header += "" if self.standing is None else f" standing={_units_text(self.standing)}"
         # Long words and hyphens stay whole: "3STEP.d0@-1" is one event.
         wrap = textwrap.TextWrapper(width=120, break_long_words=False, break_on_hyphens=False).wrap
         return "\n".join([header, *(part for line in _visit_lines(self.events) for part in wrap(line))]) + "\n"
@@ -376,8 +381,9 @@ class Schedule:
         moves = (moved, int(match["ahead"] or 0), kept)
         apart = match["apart"]
         outside = Outside(bool(match["suf"]), tuple(unit for unit in (PRE, SUF) if apart and unit in apart))
-        calls, copied = int(match["calls"] or 1), None if match["levels"] is None else _units(match["levels"])
-        given = (match["order"], snake, window, delayed, early, *moves, calls, outside, copied)
+        calls = int(match["calls"] or 1)
+        copied, standing = (None if match[key] is None else _units(match[key]) for key in ("levels", "standing"))
+        given = (match["order"], snake, window, delayed, early, *moves, calls, outside, copied, standing)
         return cls(layers, micro_batches, parse_events("\n".join(lines)), *given)
 
 

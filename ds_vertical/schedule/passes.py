@@ -16,7 +16,7 @@ from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.activations import LOOK_AHEAD, place_activations
 from ds_vertical.schedule.dependencies import validate
 from ds_vertical.schedule.events import DELAYED, EARLY, EVERYTHING, LEAD, Cell, Event, Needs, Op, Outside, Schedule, part_of
-from ds_vertical.schedule.levels import place_levels, units_to_copy
+from ds_vertical.schedule.levels import in_order, place_levels, place_standing, units_to_copy
 from ds_vertical.types import PRE, SUF, Unit
 
 Events = tuple[Event, ...]
@@ -266,8 +266,8 @@ class TrainingStep:
     wait on SSD, see `place_holding`. `moved`: the micro-batches whose layer inputs and gradients leave memory; `kept`: the
     layers and micro-batches of which what the forward keeps for the backward does. `reduces_beside`: a unit's reduction is
     under way in the next one's backward. `copy_share`: of the units that are fetched again, the share whose copy each node
-    keeps (`levels`, [Note: levels]); None: there is one level. `order`, `snake`, `window`, `calls` and `outside`: as in
-    `Schedule`."""
+    keeps (`levels`, [Note: levels]); None: there is one level. `standing`: the units whose copy is there at the start; None: no
+    copy outlives the step. `order`, `snake`, `window`, `calls` and `outside`: as in `Schedule`."""
 
     num_layers: int
     num_micro_batches: int
@@ -286,6 +286,7 @@ class TrainingStep:
     outside: Outside = Outside()
     reduces_beside: bool = False
     copy_share: float | None = None
+    standing: Collection[Unit] | None = None
 
 
 def build_training(step: TrainingStep) -> Schedule:
@@ -318,20 +319,39 @@ def training_with_needs(step: TrainingStep) -> tuple[Schedule, Needs]:
     events = place_behind(events) if step.reduces_beside else events
     events = place_delayed(events, step.due, lead, outside)
     events = place_ahead(events, step.window, step.lead, step.delayed, outside) if step.ahead else events
-    copied = None if step.copy_share is None else units_to_copy(events, step.copy_share)
-    events = events if copied is None else place_levels(events, copied)
+    events, copied, standing = _over_levels(events, step)
     moved = place_activations(events, step.moved, look_ahead, step.kept)
-    schedule = replace(empty, events=moved, copied=copied)
+    schedule = replace(empty, events=moved, copied=copied, standing=standing)
     return schedule, validate(schedule)
+
+
+def _over_levels(events: Events, step: TrainingStep) -> tuple[Events, tuple[Unit, ...] | None, tuple[Unit, ...] | None]:
+    """The events with those of levels, the units whose copy is kept, and those whose copy stands."""
+    if step.copy_share is None:
+        return events, None, None
+    copied = units_to_copy(events, step.copy_share, step.standing is not None)
+    if step.standing is None:
+        return place_levels(events, copied), copied, None
+    standing = in_order(set(step.standing) & set(copied))
+    return place_standing(place_levels(events, copied, standing), copied, step.delayed), copied, standing
 
 
 @lru_cache(maxsize=64)
 def build_evaluation(
-    num_layers: int, num_micro_batches: int, *, window: int = 1, calls: int = 1, outside: Outside = _ONE, levels: bool = False
+    num_layers: int,
+    num_micro_batches: int,
+    *,
+    window: int = 1,
+    calls: int = 1,
+    outside: Outside = _ONE,
+    standing: frozenset[Unit] | None = None,
 ) -> Schedule:
-    """The validated forward-only schedule; raises ScheduleError. Units outside the layers stay from end to end. `levels`: units
-    are gathered over two levels, and no copy is kept."""
+    """The validated forward-only schedule; raises ScheduleError. Units outside the layers stay from end to end. `standing`:
+    over two levels, the units that come out of the node's copy, which stays; no other is kept. None: there is one level."""
     stay = replace(outside, apart=())
     empty = Schedule(num_layers, num_micro_batches, (), "forward", False, window, calls=calls, outside=stay)
     events = place_parameters(forward_order(num_layers, num_micro_batches, calls), window, outside=stay)
-    return _checked(replace(empty, events=place_levels(events, ()) if levels else events, copied=() if levels else None))
+    if standing is None:
+        return _checked(replace(empty, events=events))
+    copied = in_order(standing)
+    return _checked(replace(empty, events=place_levels(events, (), copied), copied=copied, standing=copied or None))

@@ -121,6 +121,18 @@ def test_bytes_are_what_deleting_frees(tmp_path: Path, dead: Callable[..., Path]
     assert checkpoint.read_bytes() == b"y" * (4 << 20) and not folder.exists()
 
 
+def test_what_stock_has_left_is_told_and_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left = tmp_path / "zero_stage_3"
+    (left / "float16params" / "rank0").mkdir(parents=True)
+    (left / "float16params" / "rank0" / "0_param.tensor.swp").write_bytes(b"x" * 100_000)
+    status, report = said(capsys, "--path", tmp_path, "--remove")
+    assert (status, report["stock"]) == (0, [{"folder": str(left), "bytes": disk_bytes(left)}])
+    assert clean.main(["--path", str(tmp_path), "--remove"]) == 0
+    told = capsys.readouterr().out
+    assert "zero_stage_3  of runs of stock DeepSpeed, which take no lock" in told and f"rm -r {left}" in told
+    assert (left / "float16params" / "rank0" / "0_param.tensor.swp").exists()
+
+
 def test_another_users_folder_is_told_and_left(
     tmp_path: Path, dead: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,7 @@ def test_the_share_of_copies() -> None:
         ({}, {"copy_share": 0.5}, "vertical_schedule.levels.copy_share: got 0.5 without"),
         ({}, {"gradients": 4}, "vertical_schedule.levels.gradients: got 4 without"),
         ({}, {"gradient_bits": [8, 4]}, "vertical_schedule.levels.gradient_bits: got [8, 4] without"),
-        ({"zero_hpz_partition_size": 2}, {"copy_on_device": True}, "vertical_schedule.levels.copy_on_device: got true"),
+        ({}, {"copy_on_device": True}, "vertical_schedule.levels.copy_on_device: got true without"),
         ({"zero_hpz_partition_size": 2}, {"ranks_per_node": 4}, "vertical_schedule.levels.ranks_per_node: got 4 with"),
         ({"zero_hpz_partition_size": "two"}, {}, 'vertical_schedule.levels.ranks_per_node: got "two"'),
         ({"zero_hpz_partition_size": -2}, {}, "vertical_schedule.levels.ranks_per_node: got -2"),

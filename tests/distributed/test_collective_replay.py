@@ -67,6 +67,7 @@ class Ranks:
             self.done.append(f"step {unit}")
             return step_unit(unit)
 
+        params.copies, optimizer.is_left = self, self.is_left
         params.issue, optimizer.reduce_unit, optimizer.open_step = issuing, reducing, deciding
         optimizer.step_unit = stepping
         training.sweeps.others, training.sweeps.leave = self, voting
@@ -86,6 +87,17 @@ class Ranks:
 
     def gather(self, unit: Any, arrival: Arrival) -> None:
         self.done.append(f"gather {unit}")
+
+    def renew(self, unit: Any) -> None:
+        """Of this rank's own accord."""
+        self.num_gathers += 1
+        self.renew_copy(unit)
+
+    def renew_copy(self, unit: Any) -> None:
+        self.done.append(f"gather {unit} ahead")
+
+    def is_left(self, unit: Any) -> bool:
+        return unit == 1
 
     def reductions_of(self, unit: Any) -> int:
         return 1
@@ -130,6 +142,22 @@ def test_a_step_that_fails_anywhere_leaves_nobody_alone(overlap: bool, order: st
         assert number > NUM_LAYERS
         for at in range(number):
             assert trained(schedule, overlap, (what, at)).together == expected.together
+
+
+@pytest.mark.parametrize("delayed", [True, False])
+def test_a_rank_that_fails_behind_the_norm_helps_to_make_the_copies_for_the_next_step(delayed: bool) -> None:
+    step = TrainingStep(NUM_LAYERS, 2, copy_share=1.0, standing=(0,), delayed=delayed, ahead=delayed)
+    schedule = build_training(step)
+    expected = trained(schedule, True)
+    copies = [each for each in expected.done if each.endswith(" ahead")]
+    assert len(copies) == (NUM_LAYERS if delayed else NUM_LAYERS + 1), "a unit whose step is left has none"
+    for what in ("gather", "step"):
+        number = sum(each.startswith(what) and not each.endswith("ahead") for each in expected.done)
+        for at in range(number):
+            found = trained(schedule, True, (what, at))
+            assert found.together[1] == expected.together[1]
+            wanted = expected.together[0] if what == "step" else [e for e in expected.together[0] if not e.endswith("ahead")]
+            assert found.together[0] == wanted
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -18,6 +18,8 @@ from harness import differing, largest_relative
 from processes import free_port, start_ranks
 
 from ds_vertical.cli.report.timeline import kind_of
+from ds_vertical.planner.network import Network
+from ds_vertical.schedule.events import Schedule
 from ds_vertical.schedule.trace import read_trace
 
 TOLERANCE = 1e-6  # fp32, relative per tensor: sums in another order
@@ -53,10 +55,12 @@ def start_jobs(folder: Path, runs: list[dict[str, Any]]) -> list[subprocess.Pope
     return processes
 
 
-def run_jobs(folder: Path, runs: list[dict[str, Any]], forked: bool = False) -> list[Found]:
+def run_jobs(
+    folder: Path, runs: list[dict[str, Any]], num_ranks: int = level_training_worker.NUM_RANKS, forked: bool = False
+) -> list[Found]:
     """What each rank found."""
-    start_ranks(command_of(folder, runs), folder, num_ranks=level_training_worker.NUM_RANKS, forked=forked)
-    return [Found(folder, rank) for rank in range(level_training_worker.NUM_RANKS)]
+    start_ranks(command_of(folder, runs), folder, num_ranks=num_ranks, limit_s=900, forked=forked)
+    return [Found(folder, rank) for rank in range(num_ranks)]
 
 
 def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = TOLERANCE) -> None:
@@ -64,11 +68,16 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], toleran
     assert {name: gap for name, gap in gaps.items() if gap > tolerance} == {}
 
 
+STANDING = {"copy_on_device": True}
+AT_ONCE = {"section": {"optimizer_delay": 0.0}}  # no step is left to the next forward, which would need another copy
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     folder = tmp_path_factory.mktemp("levels")
     traced = {"name": "copies", "levels": {}, "section": {"trace": str(folder / "trace")}}
-    return run_jobs(folder, [{"name": "flat"}, traced], forked=True)
+    runs = [{"name": "flat"}, traced, {"name": "standing", "levels": STANDING, **AT_ONCE}]
+    return run_jobs(folder, runs, forked=True)
 
 
 def test_weights_and_gradients_are_those_of_one_level(trained: list[Found]) -> None:
@@ -99,6 +108,65 @@ def test_a_trace_has_the_hops_and_their_bytes(trained: list[Found]) -> None:
     chunk_bytes = 4 * sum(-(-weight.numel() // 4) for weight in rank["copies"]["weights"].values())
     assert sum(span.bytes for span in hops if span.resource == "net_cross") == 2 * chunk_bytes
     assert all(span.end >= span.start >= span.issue for span in hops)
+
+
+def test_a_copy_that_stands_has_the_same_bits_and_no_forward_crosses_the_link(trained: list[Found]) -> None:
+    for rank in trained:
+        kept, found = rank["copies"], rank["standing"]
+        assert (kept["losses"], kept["norms"], kept["evaluated"]) == (found["losses"], found["norms"], found["evaluated"])
+        assert not differing(kept["weights"], found["weights"]) and not differing(kept["state"], found["state"])
+        assert all(not differing(a, b) for a, b in zip(kept["grads"], found["grads"], strict=True))
+        header, *events = found["schedule"].split("\n")
+        assert header.endswith(" standing=0-2"), "what has its state in memory is stepped in the next forward"
+        spread = [word for line in events for word in line.split() if "SPREAD" in word]
+        assert spread == ["preSPREAD", "preSPREAD@+1", "0SPREAD@+1", "1SPREAD@+1", "2SPREAD@+1"]
+
+
+# how steps are taken, beside copies that stand; how many of the four units' copies do stand in the second step
+STANDING_RUNS: dict[str, tuple[dict[str, Any], int]] = {
+    "behind each step": ({"places": {"params": "cpu", "optimizer": "cpu"}, "clip": 0.5, **AT_ONCE}, 4),
+    "from buffers": ({"places": {"optimizer": "cpu"}, "steps": 4, **AT_ONCE}, 4),
+    "half of them": ({"share": 0.5, **AT_ONCE}, 2),
+    "waited for at once": ({"section": {"optimizer_delay": 0.0, "overlap": False}}, 3),
+    "steps left": ({"section": {"optimizer_delay": 1.0}}, 0),
+    "parts of steps left": ({"section": {"optimizer_delay": 0.3, "prefetch_layers": 2}}, 0),
+    "ends fetched": ({"section": {"optimizer_delay": 0.0, "outside_layers": "fetched"}}, 3),
+    "INT8": ({"zero": {"zero_quantized_weights": True}, **AT_ONCE}, 3),
+}
+
+
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    runs: list[dict[str, Any]] = []
+    for name, (given, _) in STANDING_RUNS.items():
+        options = {key: value for key, value in given.items() if key != "share"}
+        kept, stands = {"copy_share": given.get("share", 1.0)}, {"copy_share": given.get("share", 1.0), **STANDING}
+        runs += [{"name": f"{name}, kept", "levels": kept, **options}, {"name": name, "levels": stands, **options}]
+    runs += [{"name": f"written, {name}", "kind": "written", "levels": levels, **AT_ONCE} for name, levels in WRITTEN.items()]
+    return run_jobs(tmp_path_factory.mktemp("standing"), runs)
+
+
+WRITTEN: dict[str, dict[str, Any]] = {"kept": {}, "standing": STANDING}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STANDING_RUNS)
+def test_however_steps_are_taken_copies_that_stand_change_no_bit(standing: list[Found], name: str) -> None:
+    for rank in standing:
+        kept, found = rank[f"{name}, kept"], rank[name]
+        assert (kept["losses"], kept["norms"], kept["evaluated"]) == (found["losses"], found["norms"], found["evaluated"])
+        assert not differing(kept["weights"], found["weights"]) and not differing(kept["state"], found["state"])
+        stood = Schedule.from_text(found["schedule"]).standing
+        assert stood is not None and len(stood) == STANDING_RUNS[name][1]
+
+
+@pytest.mark.slow
+def test_what_a_user_writes_between_two_steps_makes_copies_old(standing: list[Found]) -> None:
+    for rank in standing:
+        kept, found = rank["written, kept"], rank["written, standing"]
+        assert (kept["loss"], kept["evaluated"]) == (found["loss"], found["evaluated"])
+        assert found["evaluated"][0] != found["evaluated"][1] and not differing(kept["weights"], found["weights"])
+        assert sorted(map(str, found["stood"])) == ["0", "2"], "without those of which a parameter was written"
 
 
 # what is varied beside levels; each with a flat run of its own
@@ -177,6 +245,52 @@ def test_a_rank_that_fails_on_its_way_to_a_spread_is_named_and_the_step_is_taken
             assert kind == ("DiskError" if number == 1 else "OtherRankError") and seconds < 30, text
             assert number == 1 or "rank 1: DiskError" in text
         assert not differing(rank["suffer"]["weights"], rank["whole"]["weights"])
+
+
+@pytest.mark.slow
+def test_eight_ranks_as_pairs_in_two_nodes_have_the_bits_of_one_level_and_move_what_the_formula_says(tmp_path: Path) -> None:
+    """Pairs share copies, nodes of four add gradients: 2 x 2 x 2. One level: gathers over all ranks, and sums that go to their
+    owner in one hop over all ranks and are added in the same order."""
+    levels, traced = {"gradients": 4}, {"section": {"trace": str(tmp_path / "trace")}}
+    runs = [
+        {"name": "flat"},
+        {"name": "one hop", "kind": "one hop", "levels": levels},
+        {"name": "levels", "levels": levels, **traced},
+    ]
+    found = run_jobs(tmp_path, runs, num_ranks=8)
+    crossed = dict.fromkeys(("SPREAD", "CROSS"), 0)  # into the first node
+    for rank in found:
+        flat, one, three = (rank[each["name"]] for each in runs)
+        assert flat["losses"][0] == three["losses"][0] and one["losses"] == three["losses"]
+        assert not differing(one["weights"], three["weights"]) and not differing(one["state"], three["state"])
+        assert_close(flat["weights"], three["weights"])
+        step = read_trace(tmp_path / "trace" / f"rank{rank.rank}.jsonl")[0]
+        hops = [span for span in step.spans if span.resource.startswith("net_") and rank.rank < 4]
+        for span in (span for span in hops if span.resource == "net_cross"):
+            crossed["SPREAD" if "SPREAD" in span.name else "CROSS"] += span.bytes
+    elements = 8.0 * sum(-(-weight.numel() // 8) for weight in found[0]["levels"]["weights"].values())
+    network = Network(2, 4, levels=True, copy_ranks=2, sum_ranks=4)
+    spread, cross = network.spread(elements, 4), network.cross(elements, 4)
+    assert crossed["CROSS"] == pytest.approx(sum(hop.num_bytes for hop in cross if hop.lane == "net_cross"), rel=0.02)
+    assert crossed["SPREAD"] == pytest.approx(sum(hop.num_bytes for hop in spread if hop.lane == "net_cross"), rel=0.02)
+
+
+FIRST = {"kind": "suffer first", "places": {"params": "cpu"}, "persistence": 2000}
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_in_its_first_pass_leaves_nobody_in_a_gather_of_another_size(tmp_path: Path) -> None:
+    """Parameters in host memory, of which small ones stay on the device: a layer is gathered twice in the first pass, and with
+    its small parameter once."""
+    runs = [
+        {"name": name, "levels": levels, **FIRST}
+        for name, levels in (("flat", None), ("kept", {}), ("none", {"copy_share": 0}))
+    ]
+    for number, rank in enumerate(run_jobs(tmp_path, runs)):
+        for name in ("flat", "kept", "none"):
+            kind, text, seconds = rank[name]["told"]
+            assert kind == ("OSError" if number == 1 else "OtherRankError") and seconds < 60, text
+            assert_close(rank["flat"]["weights"], rank[name]["weights"])
 
 
 QUANTIZED: dict[str, dict[str, Any]] = {

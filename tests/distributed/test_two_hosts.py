@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -159,6 +160,21 @@ def test_a_host_that_is_lost_ends_the_other_and_is_named(tmp_path: Path, how: st
 
 
 @slow
+@pytest.mark.parametrize("hop", ["_all_gathered", "_scattered_sums"])
+def test_a_host_that_vanishes_within_a_hop_over_levels_is_named(tmp_path: Path, hop: str) -> None:
+    """SPREAD and the gather of a copy, REDUCE and CROSS."""
+    with TwoHosts(tmp_path, RATE) as hosts:
+        launched = Launch(hosts, ["--levels", "2", "--loop", "--stand-in", hop], ranks_per_host=2)
+        wait_for(lambda: len(list(launched.out.glob("inside*"))) == 2 or launched.process.poll() is not None, 200)
+        hosts.hosts[1].vanish()
+        named_s = wait_for(lambda: "OtherRankError: " in launched.log(), 60)
+        wait_for(lambda: not hosts.hosts[0].processes(two_hosts.WORKER), 60)
+        assert "OtherRankError: train_batch: host nodeB (ranks 2, 3) has " in launched.log() and named_s < NAMED_S, (
+            launched.log()
+        )
+
+
+@slow
 def test_a_link_that_comes_back_is_used_again(tmp_path: Path) -> None:
     with TwoHosts(tmp_path, RATE) as hosts:
         launched = Launch(hosts, ["--steps", "40"])
@@ -253,15 +269,24 @@ def test_ab_compares_the_arms_on_hosts_and_says_where_they_share_no_folder(tmp_p
 
 
 @slow
-def test_a_report_names_the_host_with_a_slow_disk(tmp_path: Path) -> None:
+def test_a_slow_disk_on_one_host_is_named_with_its_rate_and_changes_no_bit(tmp_path: Path) -> None:
+    """The others wait for it, and take nobody for lost; what it saves loads with its bits."""
     limit = disk_limit.Limit(20_000_000, 40_000_000)
     with TwoHosts(tmp_path, disks={"nodeB": limit}) as hosts:
-        traced = Launch(hosts, ["--steps", "3", "--trace", str(hosts.own / "trace")])
-        assert traced.wait() == 0, traced.log()
+        own = hosts.own / "saved"
+        words = ["--node-local", "--steps", "3", "--trace", str(hosts.own / "trace"), "--save", str(own)]
+        traced = Launch(hosts, words)
+        assert traced.wait(400) == 0, traced.log()
+        last = Launch(hosts, ["--node-local", "--load", str(own), "--steps", "1"], name="last")
+        assert last.wait(400) == 0, last.log()
+        found = results(last.out, 2)
         words = ["report", *(str(host.own / "trace") for host in hosts.hosts), "--out", str(tmp_path / "report")]
         command = [sys.executable, "-m", "ds_vertical.cli.main", *words]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert "nodeB is the slowest host: SSD " in done.stdout, done.stdout
+    said = re.search(r"nodeB is the slowest host: SSD (?:read|write) took [0-9.]+ s at ([0-9.]+) MB/s ", done.stdout)
+    assert said is not None and float(said[1]) < 60, done.stdout
+    assert "OtherRankError" not in traced.log() + last.log()
+    assert [rank["digest"] for rank in found] == [rank["digest"] for rank in results(on_one_host(tmp_path, 2, steps=4), 2)]
 
 
 @slow

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ds_vertical.cli import main
 from ds_vertical.config.section import load_section
+from ds_vertical.distributed.topology import Level, Topology
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner import machine as profile
@@ -18,7 +22,7 @@ from ds_vertical.planner.costs import event_costs
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Machine, read_links
 from ds_vertical.planner.model_shape import ModelShape
-from ds_vertical.planner.network import Network, seconds_of
+from ds_vertical.planner.network import Hop, Network, seconds_of
 from ds_vertical.planner.simulate import SimulationSettings, simulate
 from ds_vertical.schedule.events import Event, Op, Schedule, parse_events
 from ds_vertical.schedule.passes import TrainingStep, build_training
@@ -41,7 +45,9 @@ LINKS = {"local_bytes_per_s": 5e9, "local_latency_s": 1e-5, "cross_bytes_per_s":
 
 def training(network: Network, num_micro_batches: int = 2) -> Any:
     share = network.copy_share if network.levels else None
-    return build_training(TrainingStep(6, num_micro_batches, reduces_beside=True, copy_share=share))
+    standing = ("pre", *range(6)) if network.stands else None
+    step = TrainingStep(6, num_micro_batches, reduces_beside=True, copy_share=share, standing=standing)
+    return build_training(step)
 
 
 def moved(network: Network, num_micro_batches: int = 2) -> dict[str, float]:
@@ -76,6 +82,89 @@ def test_what_a_node_keeps_is_not_read_again() -> None:
     half = moved(replace(LEVELS, copy_share=0.5))
     assert half["ssd_read"] - moved(LEVELS)["ssd_read"] == pytest.approx(again / 2)
     assert moved(LEVELS)["ssd_read"] >= read
+
+
+def test_a_copy_that_stands_crosses_once_too_and_behind_the_step() -> None:
+    stands = replace(LEVELS, stands=True)
+    found, kept = moved(stands), moved(LEVELS)
+    assert found["net_cross"] == kept["net_cross"]
+    assert found["net_local"] == kept["net_local"], "the forward gathers out of the copy, and the spread does not"
+    events = training(stands).events
+    costs = event_costs(events, MACHINE, replace(SHAPE, network=stands))
+    crossing = {
+        (event.op.name, event.ahead)
+        for event, cost in zip(events, costs, strict=True)
+        for job in cost
+        for stage in job
+        if stage.lane == "net_cross"
+    }
+    assert crossing == {("SPREAD", True), ("CROSS", False)}
+    assert kept["ssd_read"] - found["ssd_read"] == 6 * 500, "its step hands its values on"
+    on_device = memory_budget.budget(replace(SHAPE, network=stands), memory_budget.BudgetTerms(2))
+    items = {item.what: (item.tier, item.num_bytes) for item in on_device}
+    assert items["standing copies of the weights"] == (Tier.DEVICE, 6 * 2000 // 2)
+    assert step_s(stands) < step_s(FLAT) / 2
+
+
+@st.composite
+def shapes_of_levels(draw: st.DrawFn) -> tuple[Network, Topology]:
+    copy_ranks, parts, nodes = (draw(st.integers(1, 4)) for _ in range(3))
+    per_node = copy_ranks * parts
+    ranks = per_node * nodes
+    sums = [g for g in range(copy_ranks, ranks + 1, copy_ranks) if not ranks % g and not (g % per_node and per_node % g)]
+    sum_ranks = draw(st.sampled_from(sums))
+    network = Network(nodes, per_node, levels=True, copy_ranks=copy_ranks, sum_ranks=sum_ranks)
+    return network, Topology(ranks, sum_ranks, copy_ranks)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes_of_levels())
+def test_hops_bring_what_is_sent_message_by_message(shape: tuple[Network, Topology]) -> None:
+    """Whatever w and g are: of each collective the bytes into a node from the others, counted over all messages of its hops,
+    and what all its ranks receive."""
+    network, topology = shape
+    elements = 1.0 * topology.world  # a byte each
+    per_node = network.ranks_per_node
+
+    def counted(levels: Sequence[Level], *, ring: bool) -> tuple[float, float]:
+        into_node = received = 0.0
+        for level in levels:
+            # of a rank's part of the result: what one rank of the hop brings
+            held = {Level.PAIR: topology.pair, Level.NODE: topology.node, Level.WORLD: topology.world}[level]
+            for hop in topology.hops(level):
+                for place, rank in enumerate(hop):
+                    senders = [hop[place - 1]] * (len(hop) - 1) if ring else [other for other in hop if other != rank]
+                    for sender in senders if rank < per_node else ():
+                        received += elements / held
+                        into_node += elements / held * (sender // per_node > 0)
+        return into_node, received
+
+    def said(hops: Sequence[Hop]) -> tuple[float, float]:
+        return sum(hop.num_bytes for hop in hops if hop.lane == "net_cross"), sum(hop.received for hop in hops)
+
+    every = (Level.WORLD, Level.NODE, Level.PAIR)
+    assert said(network.spread(elements, 1)) == pytest.approx(counted(every, ring=True))
+    assert said(network.local_gather(elements, 1)) == pytest.approx(counted((Level.PAIR,), ring=True))
+    assert said(network.reduce(elements, 1)) == pytest.approx(counted((Level.PAIR, Level.NODE), ring=False))
+    assert said(network.cross(elements, 1)) == pytest.approx(counted((Level.WORLD,), ring=False))
+
+
+def test_pairs_of_a_node_cross_as_few_bytes_as_the_node() -> None:
+    """Eight ranks as two nodes of four: pairs share a copy, nodes add gradients."""
+    four = Network(2, 4, levels=True)
+    pairs = replace(four, copy_ranks=2)
+
+    def across(hops: Sequence[Hop]) -> float:
+        return sum(hop.num_bytes for hop in hops if hop.lane == "net_cross")
+
+    for name in ("spread", "reduce", "cross"):
+        assert (
+            across(getattr(pairs, name)(1000, 2)) == across(getattr(four, name)(1000, 2)) == (0 if name == "reduce" else 1000)
+        )
+    assert [hop.num_bytes for hop in four.local_gather(1000, 2)] == [1500]
+    assert [hop.num_bytes for hop in pairs.local_gather(1000, 2)] == [1000]
+    with pytest.raises(CostsError, match="copy_ranks 3 and sum_ranks 4 do not fit 2 nodes of 4 ranks"):
+        Network(2, 4, levels=True, copy_ranks=3)
 
 
 def test_fewer_bits_cross() -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,18 +22,40 @@ from unittest import mock
 # run as a script, so this folder is first on the path
 import harness
 import torch
-from rank_worker import VOCAB, OddModel, hear, poison
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from rank_worker import SIZES, VOCAB, OddBlock, OddModel, OddScale, hear, poison
 
 from ds_vertical.distributed import levels
+from ds_vertical.distributed.topology import Level
+from ds_vertical.distributed.unit_levels import LevelReductions, topology_for
 
-NUM_RANKS = 4
+NUM_RANKS = int(os.environ.get("WORLD_SIZE", "4"))
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+
+
+class ScaledBlock(OddBlock):
+    """With a small parameter, which may stay on the device."""
+
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.scale = OddScale(args[0])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.scale(hidden))
+
+
+class ScaledModel(OddModel):
+    def __init__(self) -> None:
+        super().__init__("bf16")
+        _, width, inner = SIZES["bf16"]
+        self.blocks = torch.nn.ModuleList(ScaledBlock(width, inner, 10 * index + 10) for index in range(3))
 
 
 @dataclass(frozen=True)
 class Job:
     """A run of some steps. `levels`: the section's; None: one level. `zero`: further keys of zero_optimization. `kind`: what
-    is done besides training."""
+    is done besides training. `places`: of "params" and "optimizer" the device where it is not "nvme"; `persistence`: the
+    elements up to which a parameter stays on the device."""
 
     name: str
     levels: dict[str, Any] | None = None
@@ -43,6 +66,8 @@ class Job:
     clip: float = 0.0
     section: dict[str, Any] | None = None
     hop: str = ""
+    places: dict[str, str] | None = None
+    persistence: int = 0
 
     def config(self, folder: Path) -> dict[str, Any]:
         """Blocks on SSD, embedding and head in host memory: they are a little smaller."""
@@ -53,6 +78,8 @@ class Job:
             clip=self.clip,
             section=dict(self.section or {}) | ({} if self.levels is None else {"levels": self.levels}),
             sub_group_size=400_001,
+            persistence=self.persistence,
+            **(self.places or {}),
         )
         if self.levels is not None:
             made["zero_optimization"]["zero_hpz_partition_size"] = 2
@@ -84,6 +111,24 @@ def train(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     run.state = own(run.state, run.weights, rank)
     run.grads = [own(grads, run.weights, rank) for grads in run.grads]
     return vars(run) | {"evaluated": evaluated, "schedule": texts[-1]}
+
+
+def train_in_one_hop(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """As `train`, and each gradient goes to its owner in one hop over all ranks, and is added there in the levels' order."""
+
+    def start(reductions: Any, unit: Any, sums: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        topology, numels = topology_for(reductions.settings), [total.numel() for total in sums]
+        terms = levels.cut_into_chunks(sums, range(NUM_RANKS), NUM_RANKS)
+        received = torch.empty_like(terms)
+        torch.distributed.all_to_all_single(received, terms)
+        chunk = levels.tree_sum(received, [topology.width(level) for level in (Level.PAIR, Level.NODE, Level.WORLD)])
+        sizes = levels.shard_sizes(numels, NUM_RANKS)
+        lengths = [max(0, min(size, numel - rank * size)) for size, numel in zip(sizes, numels, strict=True)]
+        shares = [place[:length] for place, length in zip(chunk.split(sizes), lengths, strict=True)]
+        return lambda: shares
+
+    with mock.patch.object(LevelReductions, "start", start):
+        return train(job, folder, rank)
 
 
 def own(shares: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
@@ -138,6 +183,38 @@ def suffer(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         return {"told": told, "weights": harness.read_weights(model)}
 
 
+def written(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """Between two steps and two evaluations a user writes a parameter in host memory and one on SSD."""
+    first, second = job.batches(rank)
+    with harness.running(job.config(folder), partial(OddModel, "bf16"), vertical=True) as (engine, model):
+        engine.train_batch(iter(first))
+        evaluated = [engine.eval_batch(iter(first)).item()]
+        for name, factor in (("embed.weight", 1.5), ("blocks.1.up.weight", 0.5)):
+            param = model.get_parameter(name)
+            safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * factor)
+        evaluated.append(engine.eval_batch(iter(first)).item())
+        loss = engine.train_batch(iter(second)).item()
+        stood = engine.ran.standing
+        return {"evaluated": evaluated, "loss": loss, "stood": stood, "weights": harness.read_weights(model)}
+
+
+def suffer_first(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """Rank 1 fails in the forward of its very first step, behind the last layer; the step is taken again. `places`: where its
+    parameters rest, of which small ones stay on the device."""
+    first, second = job.batches(rank)
+    with harness.running(job.config(folder), ScaledModel, vertical=True) as (engine, model):
+
+        def failing(loss: torch.Tensor, _: Any) -> torch.Tensor:
+            if rank == 1:
+                raise OSError("no luck here")
+            return loss
+
+        told = hear(lambda: engine.train_batch(iter(first), failing))
+        for step in (first, second):
+            engine.train_batch(iter(step))
+        return {"told": told, "weights": harness.read_weights(model)}
+
+
 def poisoned(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     """A step whose gradients are not finite on rank 1 alone, and one that is: which of them count."""
     good, bad = job.batches(rank)
@@ -168,7 +245,10 @@ def killed(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     raise AssertionError("a step without rank 1")
 
 
-KINDS = {"train": train, "resume": resume, "suffer": suffer, "poisoned": poisoned, "killed": killed}
+KINDS = {
+    **{"train": train, "resume": resume, "suffer": suffer, "suffer first": suffer_first, "written": written},
+    **{"poisoned": poisoned, "killed": killed, "one hop": train_in_one_hop},
+}
 
 
 def main(job: Path) -> None:

@@ -78,6 +78,7 @@ class MemoryParams:
         self.fetched: list[Unit] = []
         self.num_ahead = 0
         self.host_bytes = 12345
+        self.copies: Any = None
         self.gathers = GatherQueue(in_order=True, early=True)
         for unit in self.units:
             self._forget(unit)
@@ -173,6 +174,9 @@ class MemoryOptimizer:
 
     def stepped_ahead(self, unit: Unit) -> Ticket | None:
         return self.ahead.pop(unit, None)
+
+    def is_left(self, unit: Unit) -> bool:
+        return unit in self.due
 
     def abandon(self) -> None:
         self._early.clear()

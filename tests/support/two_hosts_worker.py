@@ -2,12 +2,14 @@
 
     deepspeed --hostfile hostfile tests/support/two_hosts_worker.py --nvme FOLDER --out FOLDER [--steps 2] [--loop]
         [--save FOLDER ...] [--on-signal FOLDER] [--node-local] [--load FOLDER] [--die POINT] [--trace FOLDER]
+        [--levels RANKS] [--stand-in HOP]
 
 Each rank writes OUT/rank<R>.json at the end: losses, a digest of weights and of its share of the state, and per step the bytes
 that came in over the host's link. `--loop`: steps without end; OUT/step<R> holds the number of the last one. `--save`: saves to
 each folder at the end, and says what came of it, as does `--on-signal` of an engine with that `on_signal.save_dir`.
 `--node-local`: hosts that do not share the folder have one each. `--load`: goes on from the folder's last checkpoint. `--die`:
-rank 1 is killed in its save, at that point.
+rank 1 is killed in its save, at that point. `--levels`: so many ranks are a node. `--stand-in`: in the second step the ranks of
+the second half write OUT/inside<R> and stand still in that hop, a function of `distributed.levels`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,7 +36,7 @@ import two_hosts
 from failing_worker import state_without_padding
 from rig import traffic  # two_hosts has put benchmarks/ on the path
 
-from ds_vertical.distributed import ranks
+from ds_vertical.distributed import levels, ranks
 from ds_vertical.engine.checkpoint import save
 
 
@@ -81,6 +84,19 @@ def die_at(point: str, rank: int) -> None:
     save.reach = reach
 
 
+def stand_in(name: str, out: Path, rank: int) -> None:
+    """Let this rank stand still in a hop over levels, behind those of about one step."""
+    hop, calls = getattr(levels, name), itertools.count()
+
+    def standing(*args: Any) -> torch.Tensor:
+        if next(calls) == 20:
+            (out / f"inside{rank}").touch()
+            time.sleep(1000)
+        return hop(*args)
+
+    setattr(levels, name, standing)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--nvme", type=Path, required=True)
@@ -93,6 +109,8 @@ def main() -> int:
     parser.add_argument("--load", type=Path)
     parser.add_argument("--die")
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--levels", type=int)
+    parser.add_argument("--stand-in")
     parser.add_argument("--local_rank", type=int)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -100,6 +118,10 @@ def main() -> int:
     rank = int(os.environ["RANK"])
     config = rank_worker.config(options.nvme, "fp32")
     start = None
+    if options.levels is not None:
+        config["zero_optimization"]["zero_hpz_partition_size"] = options.levels
+    if options.stand_in is not None and rank >= dist.get_world_size() // 2:
+        stand_in(options.stand_in, options.out, rank)
     if options.node_local:
         config["checkpoint"] = {"use_node_local_storage": True}
     if options.trace is not None:

@@ -154,6 +154,7 @@ class _Memory:
     """Parameters that are where they are, and an optimizer that steps none."""
 
     host_bytes = 0
+    copies = None
     gathers = GatherQueue(in_order=False, early=False)
 
     def fetch(self, unit: Unit, step: Ticket | None = None, arrival: Arrival = Arrival()) -> Ticket:  # noqa: B008 - frozen
@@ -187,9 +188,10 @@ class _Memory:
 
     def step_unit(self, unit: Unit) -> Ticket | None: ...
 
-    def step_ahead(self, unit: Unit) -> Ticket | None: ...
+    step_ahead = stepped_ahead = step_unit
 
-    def stepped_ahead(self, unit: Unit) -> Ticket | None: ...
+    def is_left(self, unit: Unit) -> bool:
+        return False
 
     def abandon(self) -> None: ...
 

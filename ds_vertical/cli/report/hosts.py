@@ -48,10 +48,16 @@ class HostsCompared:
         if self.slowest is None:
             return "No host is notably slower than the others."
         first, second, *_ = sorted(self.hosts, key=lambda each: -each.busy_s[self.resource])
+        rates = [self._at_rate(host) for host in (first, second)]
         return (
-            f"{self.slowest} is the slowest host: {title(self.resource)} took {first.busy_s[self.resource]:.3f} s"
-            f" of its step of {self.step_s:.3f} s, and {second.busy_s[self.resource]:.3f} s on {second.host}."
+            f"{self.slowest} is the slowest host: {title(self.resource)} took {first.busy_s[self.resource]:.3f} s{rates[0]}"
+            f" of its step of {self.step_s:.3f} s, and {second.busy_s[self.resource]:.3f} s{rates[1]} on {second.host}."
         )
+
+    def _at_rate(self, host: HostWork) -> str:
+        """Of a disk, so that one that is slow can be told from one that has much to do."""
+        rate = host.rates.get(self.resource)
+        return "" if rate is None else f" at {rate / 1e6:.3g} MB/s"
 
 
 def compared(folder: RecordedRun) -> HostsCompared | None:

@@ -9,6 +9,7 @@ import torch
 
 from ds_vertical.distributed.gather_queue import GatherQueue
 from ds_vertical.io.ticket import Ticket
+from ds_vertical.offload.param_store import StandingCopies
 from ds_vertical.schedule.levels import Arrival
 from ds_vertical.types import Unit
 
@@ -24,6 +25,11 @@ class Params(Protocol):
     @property
     def gathers(self) -> GatherQueue:
         """Those of the units that are fetched, over the ranks."""
+        ...
+
+    @property
+    def copies(self) -> StandingCopies | None:
+        """The node's copies that stand from one step to the next; None where there is one level."""
         ...
 
     def fetch_ahead(self, unit: Unit) -> Ticket | None:
@@ -79,6 +85,10 @@ class Optimizer(Protocol):
 
     def stepped_ahead(self, unit: Unit) -> Ticket | None:
         """Once after `step_ahead`: what the unit's parameters wait for; None where there is nothing."""
+
+    def is_left(self, unit: Unit) -> bool:
+        """Whether the last step that was decided has left the unit, or a part of it, to be stepped behind that."""
+        ...
 
     def abandon(self) -> None:
         """After an error in the middle of a step: complete the steps under way, and let early ones not have been."""

@@ -66,7 +66,7 @@ class Backlog:
 
     `units`: those whose step is due, in the order of their next use; `share`: which parts of each. `ahead`: the steps that were
     issued for the next forward, which has not taken them over yet. `step`: the hyper-parameters and gradients of all of them.
-    `settled`: nothing is due and nothing in flight.
+    `settled`: nothing is due and nothing in flight. `left`: the units that were due when the step was decided.
     """
 
     units: dict[Unit, None] = field(default_factory=dict)
@@ -74,6 +74,7 @@ class Backlog:
     ahead: dict[Unit, Ticket] = field(default_factory=dict)
     step: PendingStep | None = None
     settled: bool = True
+    left: frozenset[Unit] = frozenset()
 
     @property
     def due(self) -> tuple[Unit, ...]:
@@ -159,6 +160,7 @@ class StepDriver(UnitReductions):
                 if norm is not None:
                     self._let_count(zero_optimizer.combined_scale(optimizer, norm), guess, tried)
                 else:
+                    self.backlog.left = frozenset()
                     self.transition(StepPhase.DECIDED)
                     optimizer.timing.note(tried, False)
                     if not tried:
@@ -185,6 +187,7 @@ class StepDriver(UnitReductions):
         backlog.share = share
         units, chunks_of = self._optimizer.layer_map.units, self._optimizer.scheduled_chunks_of
         backlog.units = dict.fromkeys(u for u in units if any(chunks[i].parts(share) for i in chunks_of(u)))
+        backlog.left = frozenset(backlog.units)
         self.num_decided += 1
         return due
 
@@ -229,6 +232,10 @@ class StepDriver(UnitReductions):
     def stepped_ahead(self, unit: Unit) -> Ticket | None:
         """Once after `step_ahead`: the ticket that the unit's parameters wait for; None where there is none."""
         return self.backlog.ahead.pop(unit, None)
+
+    def is_left(self, unit: Unit) -> bool:
+        """Whether the last step that was decided has left the unit, or a part of it, to be stepped behind that."""
+        return unit in self.backlog.left
 
     def abandon(self) -> None:
         """After an error in a schedule: complete what is in flight and let early steps not have been (in place, they have torn
