@@ -14,6 +14,7 @@ from torch import nn
 from ds_vertical.compat import accelerator, swap_buffers
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.distributed import ranks
+from ds_vertical.distributed.elastic import ElasticCounts
 from ds_vertical.distributed.step_shares import NUMBERS, Brought, Counts, OwnCounts, StepShares, refuse_unequal
 from ds_vertical.engine import metrics
 from ds_vertical.engine.assembly import StepParts, moved_tiers
@@ -26,6 +27,7 @@ from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.run_log import RunLogger, model_config
 from ds_vertical.engine.self_check.evaluation import EvaluationCheck
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
+from ds_vertical.errors import LoopError
 from ds_vertical.interrupts import Changed
 from ds_vertical.io import host
 from ds_vertical.io.openmp_wait import WATCH
@@ -60,6 +62,7 @@ class TrainLoop:
         self._run_logger: RunLogger | None = None
         self._own_data: Iterator[object] | None = None
         self._loss: torch.Tensor | None = None  # of the last `run`
+        self.elastic: ElasticCounts | None = None  # how many micro-batches each rank takes; None: what the JSON has
         self.shares = StepShares(())  # of the step under way, or of the one before
         self.num_tokens = 0  # of this rank, likewise
         self._timed_tokens = 0
@@ -90,7 +93,10 @@ class TrainLoop:
         recorder = self._metrics()
         if recorder is not None:
             recorder.check_budget()
-        batches = micro.collect(self._iterator(data_iter), self.engine.gradient_accumulation_steps(), self.device)
+        most = self.engine.gradient_accumulation_steps()
+        if self.elastic is not None:
+            most = self.elastic.begin(self.engine.global_steps + 1)
+        batches = micro.collect(self._iterator(data_iter), most, self.device)
         if not self.module.training:
             self.module.train()
         self.num_tokens = micro.count_tokens(batches)
@@ -278,6 +284,11 @@ class VerticalLoop(TrainLoop):
         recorder = self._metrics()
         if recorder is not None:
             recorder.end_at_budget()
+        if self.elastic is not None:
+            raise LoopError(
+                "vertical_schedule.elastic: got counts for each rank, and a Trainer, or a loop that calls the engine for each"
+                " micro-batch, which brings as many as it has; remove elastic, or call engine.train_batch(data_iter)"
+            )
         check_trainable(self.module, _log)
         self.num_tokens = micro.count_tokens(list(batches))
         with self.progress.step():
@@ -355,8 +366,11 @@ class VerticalLoop(TrainLoop):
             parts.gradients.refuse_frozen({id(param): name for name, param in parts.module.named_parameters()})
             items = None if items_of is None else items_of()
             num_items = None if items is None else sum(items)
-            said.own[:] = Brought(num_micro_batches, num_items, self.num_tokens).numbers()
+            nanoseconds = 0 if self.elastic is None else self.elastic.nanoseconds()
+            said.own[:] = Brought(num_micro_batches, num_items, self.num_tokens, nanoseconds).numbers()
         self.shares = StepShares.of(said.of_all)
+        if self.elastic is not None:
+            self.elastic.note(self.engine.global_steps + 1, self.shares)
         refuse_unequal(self.shares, parts.vertical.order)
         self._weights = self.shares.weights(items)
 

@@ -81,6 +81,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
         {"name": "checked", "section": {"self_check": True}},
         {"name": "watched", "kind": "watched", "tier": "cpu"},
         {"name": "failing", "kind": "failing"},
+        {"name": "straight", "kind": "straight"},
         {"name": "resumed", "kind": "resumed"},
         {"name": "horizontal", "kind": "refused", "section": {"order": "horizontal"}},
     ]
@@ -132,10 +133,10 @@ def test_an_error_on_the_rank_with_fewer_micro_batches_is_everyones_and_the_step
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(two: dict[str, Found]) -> None:
-    for straight, rank in zip(two["vertical"], two["resumed"], strict=True):
+    for straight, rank in zip(two["straight"], two["resumed"], strict=True):
         assert rank["losses"] == straight["losses"][1:]
         assert not differing(rank["weights"], straight["weights"]) and not differing(rank["state"], straight["state"])
-        assert rank["samples"] == straight["counters"]["global_samples"]
+        assert rank["samples"] == straight["samples"]
 
 
 def test_horizontal_order_refuses_unequal_numbers_on_all_ranks_and_goes_on(two: dict[str, Found]) -> None:
@@ -148,3 +149,54 @@ def test_horizontal_order_refuses_unequal_numbers_on_all_ranks_and_goes_on(two: 
 def test_four_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
     found = run_jobs(tmp_path, 4, [{"name": "four", "tier": "cpu"}])["four"]
     assert_one_process(found, in_one_process(tmp_path / "one", 4))
+
+
+@pytest.fixture(scope="module")
+def elastic(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    folder = tmp_path_factory.mktemp("elastic")
+    common: dict[str, Any] = {"kind": "elastic", "tier": "cpu"}
+    replayed = {"elastic": {"counts": str(folder / "measured.log")}}
+    runs = [
+        {"name": "measured", "slow_s": 1.0, "section": {"elastic": {}}, **common},
+        {"name": "replayed", "section": replayed, **common},
+        {"name": "stock", "vertical": False, "section": replayed, **common},
+        {"name": "stock measured", "kind": "told", "vertical": False, "tier": "cpu", "section": {"elastic": {}}},
+        {"name": "too many", "kind": "told", "tier": "cpu", "section": {"elastic": {"total": 7, "max_micro_batches": 3}}},
+        {"name": "no log", "kind": "told", "tier": "cpu", "section": {"elastic": {"counts": "nowhere/log"}}},
+    ]
+    return run_jobs(folder, 2, runs)
+
+
+def test_a_slow_rank_gets_fewer_micro_batches_and_all_ranks_know_it(elastic: dict[str, Found]) -> None:
+    first, second = (rank["taken"] for rank in elastic["measured"])
+    assert first == second and first[0] == (3, 3)
+    assert all(sum(counts) == 6 for counts in first) and first[-1][0] > first[-1][1] >= 1
+    assert elastic["measured"][0]["samples"] == 6 * len(first)
+
+
+def test_a_run_is_repeated_from_its_log_bit_for_bit(elastic: dict[str, Found]) -> None:
+    for measured, replayed in zip(elastic["measured"], elastic["replayed"], strict=True):
+        assert replayed["taken"] == measured["taken"] and replayed["losses"] == measured["losses"]
+        assert not differing(measured["weights"], replayed["weights"]) and not differing(measured["state"], replayed["state"])
+
+
+def test_the_stock_arm_takes_the_same_counts_from_the_log(elastic: dict[str, Found]) -> None:
+    for measured, stock in zip(elastic["measured"], elastic["stock"], strict=True):
+        assert stock["losses"] == pytest.approx(measured["losses"], rel=TOLERANCE)
+        assert stock["samples"] == measured["samples"]
+        assert_close(measured["weights"], stock["weights"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("stock measured", 'vertical_schedule.elastic.counts: got null with "enabled": false'),
+        ("too many", "vertical_schedule.elastic.total: got 7 for 2 ranks with max_micro_batches 3; write 6 or less"),
+        ("no log", 'vertical_schedule.elastic.counts: got "nowhere/log", which cannot be read'),
+    ],
+)
+def test_what_cannot_be_is_refused_on_all_ranks(elastic: dict[str, Found], name: str, text: str) -> None:
+    for number, rank in enumerate(elastic[name]):
+        kind, found, _ = rank["told"]
+        assert text in found
+        assert kind == ("OtherRankError" if name == "no log" and number == 1 else "ConfigError")

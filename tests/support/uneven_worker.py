@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import sys
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ COUNTS: dict[int, list[tuple[int, ...]]] = {  # by ranks: per step, the micro-ba
     2: [(3, 1), (1, 3), (1, 1)],
     4: [(1, 2, 1, 3), (2, 1, 1, 1)],
 }
+NUM_ELASTIC_STEPS = 5
 Batch = dict[str, torch.Tensor]
 
 
@@ -56,7 +58,8 @@ def batches(counts: list[tuple[int, ...]], rank: int) -> list[list[Batch]]:
 
 @dataclass(frozen=True)
 class Job:
-    """A run over `counts`. `weighted`: by tokens. `tier`: of parameters and state. `kind`: what is done besides training."""
+    """A run over `counts`. `weighted`: by tokens. `tier`: of parameters and state. `kind`: what is done besides
+    training. `slow_s`: seconds that a micro-batch takes longer on rank 1."""
 
     name: str
     counts: list[list[int]]
@@ -67,6 +70,7 @@ class Job:
     micro_batches: int = 3
     clip: float = 0.5
     section: dict[str, Any] = field(default_factory=dict)
+    slow_s: float = 0.0
 
     def config(self, folder: Path) -> dict[str, Any]:
         made = harness.base_config(
@@ -90,6 +94,25 @@ class Job:
 
 
 build = partial(OddModel, "bf16")
+
+
+def own_state(engine: Any, model: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    """This rank's shares of masters and moments, without what stands behind a parameter's end, which is nobody's."""
+    weights, num_ranks = harness.read_weights(model), torch.distributed.get_world_size()
+    found = {}
+    for name, share in harness.read_state(engine, model).items():
+        numel = weights[name.rpartition("/")[0]].numel()
+        size = -(-numel // num_ranks)
+        found[name] = share[: max(0, min(size, numel - rank * size))]
+    return found
+
+
+def straight(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """The steps: losses, samples, weights and state."""
+    with harness.running(job.config(folder), build, vertical=True) as (engine, model):
+        losses = [engine.train_batch(iter(step)).item() for step in job.batches(rank)]
+        weights, state = harness.read_weights(model), own_state(engine, model, rank)
+        return {"losses": losses, "samples": engine.global_samples, "weights": weights, "state": state}
 
 
 def train(job: Job, folder: Path, rank: int) -> dict[str, Any]:
@@ -147,7 +170,7 @@ def resumed(job: Job, folder: Path, rank: int) -> dict[str, Any]:
             "losses": losses,
             "samples": engine.global_samples,
             "weights": harness.read_weights(model),
-            "state": harness.read_state(engine, model),
+            "state": own_state(engine, model, rank),
         }
 
 
@@ -160,25 +183,45 @@ def refused(job: Job, folder: Path, rank: int) -> dict[str, Any]:
 
 
 def elastic(job: Job, folder: Path, rank: int) -> dict[str, Any]:
-    """As many steps as `counts` has, each of an endless iterator: the log, and how many each rank took."""
+    """Steps of an endless iterator; a micro-batch takes longer on rank 1 by far. Rank 0 writes what the engine says to
+    <name>.log. How many micro-batches each rank took, and what they computed."""
     endless = iter([batch for _ in range(20) for step in job.batches(rank) for batch in step])
     taken, losses, log = [], [], io.StringIO()
+
+    def slow(loss: torch.Tensor, _: Batch) -> torch.Tensor:
+        time.sleep(job.slow_s * rank)
+        return loss
+
     with contextlib.redirect_stdout(log), harness.running(job.config(folder), build, vertical=job.vertical) as (engine, model):
-        for _ in job.counts:
-            losses.append(engine.train_batch(endless).item())
-            loop = getattr(engine, "_loop", None) or engine.train_batch.__self__
-            taken.append(loop.shares.counts)
-        weights, state = harness.read_weights(model), harness.read_state(engine, model)
-    return {"taken": taken, "losses": losses, "log": log.getvalue(), "weights": weights, "state": state}
+        for _ in range(NUM_ELASTIC_STEPS):
+            losses.append(engine.train_batch(endless, slow).item())
+            taken.append(engine._loop.shares.counts if job.vertical else ())
+        weights, state = harness.read_weights(model), own_state(engine, model, rank)
+        samples = engine.global_samples
+    if rank == 0:
+        (folder.parent / f"{job.name}.log").write_text(log.getvalue())
+    torch.distributed.barrier()
+    return {"taken": taken, "losses": losses, "samples": samples, "weights": weights, "state": state}
+
+
+def told(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """What `initialize` says to this section."""
+    try:
+        harness.build_engine(job.config(folder), build, vertical=job.vertical)
+    except (RuntimeError, ValueError) as error:
+        return {"told": (type(error).__name__, str(error), 0.0)}
+    return {"told": ("nothing", "", 0.0)}
 
 
 KINDS = {
+    "straight": straight,
     "train": train,
     "watched": watched,
     "failing": failing,
     "resumed": resumed,
     "refused": refused,
     "elastic": elastic,
+    "told": told,
 }
 
 
