@@ -134,6 +134,7 @@ class Arm:
             "inbound_bytes": {name: after[name] - before[name] for name in after},
             "loss": sum(rank["loss"] for rank in ranks) / len(ranks),
             "busy_cores": (_busy_seconds() - busy) / seconds,
+            "micro_batches": [rank.get("micro_batches") for rank in ranks],
         }
         found["formula_bytes"] = traffic.inbound(ranks[0]["scheduled"], self._num_ranks, len(NAMES))
         return found

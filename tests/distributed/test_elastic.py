@@ -125,8 +125,8 @@ def test_seconds_of_a_micro_batch_are_those_of_its_events_alone() -> None:
     meter = ComputeMeter(Tracer())
     assert meter.take() is None
     for micro_batch in range(2):
-        for op, layer in ((Op.F, 0), (Op.HEAD, SUF), (Op.B, 0)):
-            meter.span("compute", Event(op, layer, micro_batch), 1.0, 2.0)
+        for event in (Event(Op.F, 0, micro_batch), Event(Op.HEAD, SUF, micro_batch), Event(Op.B, 0, micro_batch)):
+            meter.span("compute", event, 1.0, 2.0)
     meter.span("compute", Event(Op.NORM), 0.0, 9.0)
     assert meter.take() == 3.0 and meter.take() is None
 
