@@ -162,6 +162,7 @@ def elastic(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
         {"name": "stock", "vertical": False, "section": replayed, **common},
         {"name": "stock measured", "kind": "told", "vertical": False, "tier": "cpu", "section": {"elastic": {}}},
         {"name": "too many", "kind": "told", "tier": "cpu", "section": {"elastic": {"total": 7, "max_micro_batches": 3}}},
+        {"name": "three calls", "kind": "by calls", "tier": "cpu", "section": {"elastic": {}}},
         {"name": "no log", "kind": "told", "tier": "cpu", "section": {"elastic": {"counts": "nowhere/log"}}},
     ]
     return run_jobs(folder, 2, runs)
@@ -200,3 +201,9 @@ def test_what_cannot_be_is_refused_on_all_ranks(elastic: dict[str, Found], name:
         kind, found, _ = rank["told"]
         assert text in found
         assert kind == ("OtherRankError" if name == "no log" and number == 1 else "ConfigError")
+
+
+def test_a_loop_of_the_three_calls_is_refused_on_all_ranks(elastic: dict[str, Found]) -> None:
+    for rank in elastic["three calls"]:
+        kind, found, _ = rank["told"]
+        assert kind == "LoopError" and "vertical_schedule.elastic: got counts for each rank" in found

@@ -204,6 +204,15 @@ def elastic(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     return {"taken": taken, "losses": losses, "samples": samples, "weights": weights, "state": state}
 
 
+def by_calls(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """What a loop of the three calls is told."""
+    import ds_vertical
+
+    first = job.batches(rank)[0]
+    with harness.running(job.config(folder), build, vertical=True) as (engine, _):
+        return {"told": hear(lambda: [engine(**batch) for batch in ds_vertical.look_ahead(first)])}
+
+
 def told(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     """What `initialize` says to this section."""
     try:
@@ -222,6 +231,7 @@ KINDS = {
     "refused": refused,
     "elastic": elastic,
     "told": told,
+    "by calls": by_calls,
 }
 
 
