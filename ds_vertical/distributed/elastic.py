@@ -29,12 +29,12 @@ from ds_vertical.schedule.events import Event, Op
 from ds_vertical.schedule.trace import Tracer
 from ds_vertical.types import ElasticSettings
 
-KEY: Final = "vertical_schedule.elastic"
+ELASTIC: Final = "vertical_schedule.elastic"
 GAIN: Final = 1.03  # by which the slowest rank's seconds must fall for counts to change
 MEASURED: Final = 3  # steps, of whose seconds the median counts
 _LINE: Final = re.compile(r"elastic: from step (\d+): micro-batches(( \d+)+)")
 _GIGA: Final = 1_000_000_000
-Counts = tuple[int, ...]  # by rank
+RankCounts = tuple[int, ...]  # by rank
 
 
 class ComputeMeter(Tracer):
@@ -66,12 +66,14 @@ class ElasticCounts:
     """The counts of one run. `total`: of all ranks in a step; `most`: of a rank. `replayed`: by the step from which they hold,
     those of a log; None: they are measured. See [Note: agreed counts]."""
 
-    def __init__(self, settings: ElasticSettings, total: int, most: int, replayed: Mapping[int, Counts] | None = None) -> None:
+    def __init__(
+        self, settings: ElasticSettings, total: int, most: int, replayed: Mapping[int, RankCounts] | None = None
+    ) -> None:
         self._bounds = settings.min_micro_batches, most
         self._measures = replayed is None
-        self._from_step: dict[int, Counts] = dict(replayed or {})
+        self._from_step: dict[int, RankCounts] = dict(replayed or {})
         self._even = even_counts(total, ranks.world_size())
-        self._told: tuple[int, Counts] | None = None  # the last step that began, and its counts
+        self._told: tuple[int, RankCounts] | None = None  # the last step that began, and its counts
         self._meter: ComputeMeter | None = None
         self._measured: deque[int] = deque(maxlen=MEASURED)
 
@@ -82,7 +84,7 @@ class ElasticCounts:
         self._meter = ComputeMeter(tracer)
         return self._meter
 
-    def counts(self, step: int) -> Counts:
+    def counts(self, step: int) -> RankCounts:
         """Those of a step, from 1 on."""
         earlier = [first for first in self._from_step if first <= step]
         return self._from_step[max(earlier)] if earlier else self._even
@@ -114,16 +116,16 @@ class ElasticCounts:
             self._from_step[step + 1] = chosen
 
 
-def _slowest(counts: Counts, nanoseconds: Sequence[int]) -> int:
+def _slowest(counts: RankCounts, nanoseconds: Sequence[int]) -> int:
     return max(count * each for count, each in zip(counts, nanoseconds, strict=True))
 
 
-def even_counts(total: int, num_ranks: int) -> Counts:
+def even_counts(total: int, num_ranks: int) -> RankCounts:
     """As equal as may be, the first ranks' the larger ones."""
     return tuple(total // num_ranks + (rank < total % num_ranks) for rank in range(num_ranks))
 
 
-def fastest_counts(nanoseconds: Sequence[int], total: int, bounds: tuple[int, int]) -> Counts:
+def fastest_counts(nanoseconds: Sequence[int], total: int, bounds: tuple[int, int]) -> RankCounts:
     """Counts within the bounds (least, most) whose slowest rank is done soonest; of several ranks the first one gets more."""
     least, most = bounds
     counts = [least] * len(nanoseconds)
@@ -144,13 +146,15 @@ def open_elastic(settings: ElasticSettings | None, micro_batches: int, measures:
         return None
     num_ranks = ranks.world_size()
     if num_ranks == 1:
-        raise ConfigError(f"{KEY}: got {_shown(settings)} with one rank, which has nobody to leave micro-batches to; remove it")
+        raise ConfigError(
+            f"{ELASTIC}: got {_shown(settings)} with one rank, which has nobody to leave micro-batches to; remove it"
+        )
     total, most = settings.total_of(micro_batches, num_ranks), settings.most_of(micro_batches, num_ranks)
     _refuse_total(settings, micro_batches, num_ranks)
     if settings.counts is None:
         _refuse_measuring(measures)
         return ElasticCounts(settings, total, most)
-    with ranks.all_or_none(f"{KEY}.counts"):
+    with ranks.all_or_none(f"{ELASTIC}.counts"):
         text = _read(settings.counts) if ranks.rank() == 0 else ""
     text = ranks.all_gathered(text)[0]
     return ElasticCounts(settings, total, most, read_counts(text, settings, micro_batches, num_ranks))
@@ -164,9 +168,9 @@ def _shown(settings: ElasticSettings) -> str:
 def _refuse_total(settings: ElasticSettings, micro_batches: int, num_ranks: int) -> None:
     """A total that no counts within the bounds make."""
     least, total = settings.min_micro_batches, settings.total_of(micro_batches, num_ranks)
-    got = f"{KEY}.total: got {total}"
+    got = f"{ELASTIC}.total: got {total}"
     if settings.total is None:
-        got = f"{KEY}.total: got null, which is gradient_accumulation_steps {micro_batches} x {num_ranks} ranks = {total},"
+        got = f"{ELASTIC}.total: got null, which is gradient_accumulation_steps {micro_batches} x {num_ranks} ranks = {total},"
     if total < least * num_ranks:
         raise ConfigError(
             f"{got} for {num_ranks} ranks with min_micro_batches {least}; write {least * num_ranks} or more, or a smaller"
@@ -184,12 +188,12 @@ def _refuse_measuring(measures: bool) -> None:
     remedy = "write the log of a run on the CPU with vertical_schedule, which has counts, or remove elastic"
     if not measures:
         raise ConfigError(
-            f'{KEY}.counts: got null with "enabled": false; stock has collectives in each micro-batch, so no counts are faster'
+            f'{ELASTIC}.counts: got null with "enabled": false; stock has collectives in each micro-batch, so no counts are faster'
             f" than equal ones; {remedy}"
         )
     if accelerator.device_name() != "cpu":
         raise ConfigError(
-            f"{KEY}.counts: got null on {accelerator.device_name()}, where a micro-batch's seconds are not measured; {remedy}"
+            f"{ELASTIC}.counts: got null on {accelerator.device_name()}, where a micro-batch's seconds are not measured; {remedy}"
         )
 
 
@@ -198,28 +202,28 @@ def _read(path: str) -> str:
         return Path(path).read_text(errors="replace")
     except OSError as error:
         raise ConfigError(
-            f"{KEY}.counts: got {json.dumps(path)}, which cannot be read ({error.strerror}); write the log of a run"
+            f"{ELASTIC}.counts: got {json.dumps(path)}, which cannot be read ({error.strerror}); write the log of a run"
             " with elastic, on the first rank's host, or null"
         ) from error
 
 
-def read_counts(text: str, settings: ElasticSettings, micro_batches: int, num_ranks: int) -> dict[int, Counts]:
+def read_counts(text: str, settings: ElasticSettings, micro_batches: int, num_ranks: int) -> dict[int, RankCounts]:
     """The counts of a log, by the step from which they hold: see [Note: the record]. Raises ConfigError."""
-    found: dict[int, Counts] = {}
+    found: dict[int, RankCounts] = {}
     for match in _LINE.finditer(text):
         step, counts = int(match[1]), tuple(map(int, match[2].split()))
         _refuse_counts(step, counts, settings, settings.total_of(micro_batches, num_ranks), num_ranks)
         found = {first: each for first, each in found.items() if first < step} | {step: counts}
     if not found:
         raise ConfigError(
-            f'{KEY}.counts: got {json.dumps(settings.counts)}, which has no line such as "elastic: from step 1: micro-batches'
+            f'{ELASTIC}.counts: got {json.dumps(settings.counts)}, which has no line such as "elastic: from step 1: micro-batches'
             f' {" ".join(["4"] * num_ranks)}"; write the log of a run with elastic, or null'
         )
     return found
 
 
-def _refuse_counts(step: int, counts: Counts, settings: ElasticSettings, total: int, num_ranks: int) -> None:
-    got = f"{KEY}.counts: got micro-batches {', '.join(map(str, counts))} from step {step} on"
+def _refuse_counts(step: int, counts: RankCounts, settings: ElasticSettings, total: int, num_ranks: int) -> None:
+    got = f"{ELASTIC}.counts: got micro-batches {', '.join(map(str, counts))} from step {step} on"
     least, most = settings.min_micro_batches, settings.max_micro_batches
     if len(counts) != num_ranks:
         raise ConfigError(f"{got}, for {len(counts)} ranks, in a run of {num_ranks}; write the log of a run of {num_ranks}")

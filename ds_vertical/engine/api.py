@@ -24,7 +24,7 @@ from ds_vertical.config.levels import move_levels
 from ds_vertical.config.resolve import explain, resolve
 from ds_vertical.config.section import SECTION, load_section
 from ds_vertical.distributed import ranks
-from ds_vertical.distributed.elastic import open_elastic
+from ds_vertical.distributed.elastic import ElasticCounts, open_elastic
 from ds_vertical.distributed.unit_levels import refuse_levels
 from ds_vertical.engine import disk_check, machine_cache
 from ds_vertical.engine.assembly import HostBudget
@@ -279,9 +279,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
         kwargs["model_parameters"] = list(kwargs["model_parameters"])
     if accelerator.is_one_memory():
         keep_cores_for_this_thread()
-    ranks.start_distributed()
-    refuse_levels(resolved)
-    elastic = open_elastic(resolved.elastic, num_micro_batches(config, ranks.world_size()))
+    elastic = _start_ranks(resolved, config)
     groups = groups_of(model, kwargs["model_parameters"], kwargs["optimizer"])
     forecast_of = partial(Forecast, layers, groups, config)
     room = host_room(model.parameters(), resolved.host_memory_bytes)
@@ -303,6 +301,14 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
         returned = compat_engine.stock_initialize(config=prepared, **kwargs)
     write_full_weights(returned[0])
     return returned
+
+
+def _start_ranks(resolved: RunSettings, config: DeepSpeedJson) -> ElasticCounts | None:
+    """How many micro-batches each rank brings; None: all bring as many. Raises ConfigError where the section asks for what these
+    ranks cannot do."""
+    ranks.start_distributed()
+    refuse_levels(resolved)
+    return open_elastic(resolved.elastic, num_micro_batches(config, ranks.world_size()))
 
 
 def _cut(model: nn.Module, resolved: RunSettings) -> tuple[RunSettings, LayerMap]:
