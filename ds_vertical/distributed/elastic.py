@@ -29,7 +29,7 @@ from ds_vertical.schedule.events import Event, Op
 from ds_vertical.schedule.trace import Tracer
 from ds_vertical.types import ElasticSettings
 
-ELASTIC: Final = "vertical_schedule.elastic"
+_KEY: Final = "vertical_schedule.elastic"
 GAIN: Final = 1.03  # by which the slowest rank's seconds must fall for counts to change
 MEASURED: Final = 3  # steps, of whose seconds the median counts
 _LINE: Final = re.compile(r"elastic: from step (\d+): micro-batches(( \d+)+)")
@@ -147,14 +147,14 @@ def open_elastic(settings: ElasticSettings | None, micro_batches: int, measures:
     num_ranks = ranks.world_size()
     if num_ranks == 1:
         raise ConfigError(
-            f"{ELASTIC}: got {_shown(settings)} with one rank, which has nobody to leave micro-batches to; remove it"
+            f"{_KEY}: got {_shown(settings)} with one rank, which has nobody to leave micro-batches to; remove it"
         )
     total, most = settings.total_of(micro_batches, num_ranks), settings.most_of(micro_batches, num_ranks)
     _refuse_total(settings, micro_batches, num_ranks)
     if settings.counts is None:
         _refuse_measuring(measures)
         return ElasticCounts(settings, total, most)
-    with ranks.all_or_none(f"{ELASTIC}.counts"):
+    with ranks.all_or_none(f"{_KEY}.counts"):
         text = _read(settings.counts) if ranks.rank() == 0 else ""
     text = ranks.all_gathered(text)[0]
     return ElasticCounts(settings, total, most, read_counts(text, settings, micro_batches, num_ranks))
@@ -168,9 +168,9 @@ def _shown(settings: ElasticSettings) -> str:
 def _refuse_total(settings: ElasticSettings, micro_batches: int, num_ranks: int) -> None:
     """A total that no counts within the bounds make."""
     least, total = settings.min_micro_batches, settings.total_of(micro_batches, num_ranks)
-    got = f"{ELASTIC}.total: got {total}"
+    got = f"{_KEY}.total: got {total}"
     if settings.total is None:
-        got = f"{ELASTIC}.total: got null, which is gradient_accumulation_steps {micro_batches} x {num_ranks} ranks = {total},"
+        got = f"{_KEY}.total: got null, which is gradient_accumulation_steps {micro_batches} x {num_ranks} ranks = {total},"
     if total < least * num_ranks:
         raise ConfigError(
             f"{got} for {num_ranks} ranks with min_micro_batches {least}; write {least * num_ranks} or more, or a smaller"
@@ -188,12 +188,12 @@ def _refuse_measuring(measures: bool) -> None:
     remedy = "write the log of a run on the CPU with vertical_schedule, which has counts, or remove elastic"
     if not measures:
         raise ConfigError(
-            f'{ELASTIC}.counts: got null with "enabled": false; stock has collectives in each micro-batch, so no counts are faster'
+            f'{_KEY}.counts: got null with "enabled": false; stock has collectives in each micro-batch, so no counts are faster'
             f" than equal ones; {remedy}"
         )
     if accelerator.device_name() != "cpu":
         raise ConfigError(
-            f"{ELASTIC}.counts: got null on {accelerator.device_name()}, where a micro-batch's seconds are not measured; {remedy}"
+            f"{_KEY}.counts: got null on {accelerator.device_name()}, where a micro-batch's seconds are not measured; {remedy}"
         )
 
 
@@ -202,7 +202,7 @@ def _read(path: str) -> str:
         return Path(path).read_text(errors="replace")
     except OSError as error:
         raise ConfigError(
-            f"{ELASTIC}.counts: got {json.dumps(path)}, which cannot be read ({error.strerror}); write the log of a run"
+            f"{_KEY}.counts: got {json.dumps(path)}, which cannot be read ({error.strerror}); write the log of a run"
             " with elastic, on the first rank's host, or null"
         ) from error
 
@@ -216,14 +216,14 @@ def read_counts(text: str, settings: ElasticSettings, micro_batches: int, num_ra
         found = {first: each for first, each in found.items() if first < step} | {step: counts}
     if not found:
         raise ConfigError(
-            f'{ELASTIC}.counts: got {json.dumps(settings.counts)}, which has no line such as "elastic: from step 1: micro-batches'
+            f'{_KEY}.counts: got {json.dumps(settings.counts)}, which has no line such as "elastic: from step 1: micro-batches'
             f' {" ".join(["4"] * num_ranks)}"; write the log of a run with elastic, or null'
         )
     return found
 
 
 def _refuse_counts(step: int, counts: RankCounts, settings: ElasticSettings, total: int, num_ranks: int) -> None:
-    got = f"{ELASTIC}.counts: got micro-batches {', '.join(map(str, counts))} from step {step} on"
+    got = f"{_KEY}.counts: got micro-batches {', '.join(map(str, counts))} from step {step} on"
     least, most = settings.min_micro_batches, settings.max_micro_batches
     if len(counts) != num_ranks:
         raise ConfigError(f"{got}, for {len(counts)} ranks, in a run of {num_ranks}; write the log of a run of {num_ranks}")

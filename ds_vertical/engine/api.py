@@ -304,8 +304,8 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
 
 
 def _start_ranks(resolved: RunSettings, config: DeepSpeedJson) -> ElasticCounts | None:
-    """How many micro-batches each rank brings; None: all bring as many. Raises ConfigError where the section asks for what these
-    ranks cannot do."""
+    """How many micro-batches each rank brings; None: all bring as many. Raises ConfigError where the section asks for what
+    these ranks cannot do."""
     ranks.start_distributed()
     refuse_levels(resolved)
     return open_elastic(resolved.elastic, num_micro_batches(config, ranks.world_size()))

@@ -92,7 +92,7 @@ def mean_loss(losses: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
 
 
-def items_of(loss_fn: LossFn | None, batches: Sequence[Any]) -> list[int] | None:
+def items_of(loss_fn: LossFn | None, batches: Sequence[object]) -> list[int] | None:
     """What each micro-batch weighs in the mean of the losses: `loss_fn.num_items(batch)`, an integer >= 0, where the loss
     function has that; else None: all the same. Raises ValueError for other values."""
     num_items = getattr(loss_fn, "num_items", None)
