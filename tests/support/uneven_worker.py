@@ -208,9 +208,9 @@ def by_calls(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     """What a loop of the three calls is told."""
     import ds_vertical
 
-    first = job.batches(rank)[0]
+    whole = job.batches(rank)[0][:1] * job.micro_batches
     with harness.running(job.config(folder), build, vertical=True) as (engine, _):
-        return {"told": hear(lambda: [engine(**batch) for batch in ds_vertical.look_ahead(first)])}
+        return {"told": hear(lambda: [engine(**batch) for batch in ds_vertical.look_ahead(whole)])}
 
 
 def told(job: Job, folder: Path, rank: int) -> dict[str, Any]:
