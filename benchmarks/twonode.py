@@ -2,14 +2,16 @@
 
     python benchmarks/twonode.py --model gpt_13m --rate 500mbit --arms flat,stock --micro-batches 4 --steps 6
         [--ranks-per-node 2] [--slow nodeB:25] [--tokens 8] [--json FILE]
+    python benchmarks/twonode.py --slow B:25 --arms even,uneven
 
 The two hosts are this machine's (`rig/hosts.py`: network namespaces, a shaped link, DeepSpeed's own launcher with a hostfile).
 All arms are launched first. Then each takes a step in turn while the others wait. Which arm begins changes from turn to turn,
 and the first step of each arm does not count. The bytes of a step are what a host's interface has counted between the first
 rank's start and the last rank's end. The little that the ranks of waiting arms send each other meanwhile is among them.
 
-`--slow nodeB:25` gives nodeB a quarter of its half of the cores; the other host then has its half and no more. The benchmark
-needs root. Nothing else may run on the machine.
+`--slow nodeB:25`, or `--slow B:25`, gives nodeB a quarter of its half of the cores; the other host then has its half and no
+more. With the arm `uneven` 16 micro-batches of 128 tokens are the default, and the first 3 steps of each arm do not count: so
+long the ranks settle how many each of them takes. The benchmark needs root. Nothing else may run on the machine.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ STEP_S: Final = 900.0  # for a step
 LOG_LINES: Final = 30
 POLL_S: Final = 0.005
 LINKS_MB: Final = 16  # of what `limits --links` sends: as much as a unit of gpt_101m
+SETTLING: Final = 3  # steps in which ranks settle how many micro-batches each takes
 Config = dict[str, Any]
 
 
@@ -60,6 +63,11 @@ def _at_once(vertical: Config) -> Config:
     return {**vertical, "vertical_schedule": {**vertical["vertical_schedule"], "overlap": False}}
 
 
+def _elastic(vertical: Config) -> Config:
+    """The vertical arm, whose faster ranks take more micro-batches."""
+    return {**vertical, "vertical_schedule": {**vertical["vertical_schedule"], "elastic": {}}}
+
+
 def _over_levels(config: Config, ranks_per_node: int, **zero: bool) -> Config:
     """An arm with a copy of the weights on each host. `zero`: further keys of `zero_optimization`."""
     return {**config, "zero_optimization": {**config["zero_optimization"], "zero_hpz_partition_size": ranks_per_node, **zero}}
@@ -70,6 +78,8 @@ _INT8_INT4: Final = {**_INT8, "zero_quantized_gradients": True}
 # By the arm's name: what makes its JSON, given the JSON of the vertical and of the stock arm, and the ranks of a host
 ARMS: Final[dict[str, Callable[[Config, Config, int], Config]]] = {
     "flat": lambda vertical, stock, ranks: vertical,
+    "even": lambda vertical, stock, ranks: vertical,  # beside "uneven"
+    "uneven": lambda vertical, stock, ranks: _elastic(vertical),
     "flat_sync": lambda vertical, stock, ranks: _at_once(vertical),
     "levels": lambda vertical, stock, ranks: _over_levels(vertical, ranks),
     "int8": lambda vertical, stock, ranks: _over_levels(vertical, ranks, **_INT8),
@@ -125,6 +135,7 @@ class Arm:
             "inbound_bytes": {name: after[name] - before[name] for name in after},
             "loss": sum(rank["loss"] for rank in ranks) / len(ranks),
             "busy_cores": (_busy_seconds() - busy) / seconds,
+            "micro_batches": [rank.get("micro_batches") for rank in ranks],
         }
         found["formula_bytes"] = traffic.inbound(ranks[0]["scheduled"], self._num_ranks, len(NAMES))
         return found
@@ -168,12 +179,13 @@ def _busy_seconds() -> float:
 # ---- the measurement
 
 
-def measure(arms: Mapping[str, Arm], num_steps: int) -> dict[str, list[dict[str, Any]]]:
-    """{arm: what its steps took}. The first step of each does not count; `summary` leaves it out."""
+def measure(arms: Mapping[str, Arm], num_steps: int, first_steps: int) -> dict[str, list[dict[str, Any]]]:
+    """{arm: what its steps took}. The `first_steps` of each do not count; `summary` leaves them out."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
-    for name, arm in arms.items():
-        found[name].append(arm.turn())
-        print(f"{name}: first step {found[name][0]['step_s']:.2f} s", flush=True)
+    for _ in range(first_steps):
+        for name, arm in arms.items():
+            found[name].append(arm.turn())
+            print(f"{name}: first step {found[name][-1]['step_s']:.2f} s", flush=True)
     for number in range(num_steps):
         for name in itertools.islice(itertools.cycle(arms), number % len(arms), number % len(arms) + len(arms)):
             step = arms[name].turn()
@@ -183,9 +195,10 @@ def measure(arms: Mapping[str, Arm], num_steps: int) -> dict[str, list[dict[str,
     return found
 
 
-def summary(taken: list[dict[str, Any]], num_samples: int, rate_bytes: float | None) -> dict[str, Any]:
-    """Medians of one arm's steps. `num_samples`: of a step. `link_bound_s`: what the link alone takes for a step's bytes."""
-    counted = taken[1:]
+def summary(taken: list[dict[str, Any]], num_samples: int, rate_bytes: float | None, first_steps: int = 1) -> dict[str, Any]:
+    """Medians of one arm's steps, without the `first_steps`. `num_samples`: of a step. `link_bound_s`: what the link alone
+    takes for a step's bytes."""
+    counted = taken[first_steps:]
     by_host = {name: median(step["inbound_bytes"][name] for step in counted) for name in NAMES}
     inbound = max(by_host.values())
     step_s = median(step["step_s"] for step in counted)
@@ -228,7 +241,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             arms[name].wait_ready()
             print(f"{name}: ready", flush=True)
         links = measured_links(hosts)  # beside the waiting arms, as steps are
-        taken = measure(arms, options.steps)
+        first_steps = SETTLING if "uneven" in options.arms else 1
+        taken = measure(arms, options.steps, first_steps)
     num_samples = len(NAMES) * options.ranks_per_node * options.micro_batches
     num_samples *= next(iter(configs.values()))["train_micro_batch_size_per_gpu"]
     rate = rate_of(options.rate)
@@ -236,7 +250,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     content = commits.made_of() | {"commit": commits.describe(ROOT), "command": sys.argv}
     content |= {key: getattr(options, key) for key in keys}
     content["links"] = links
-    content["arms"] = {name: summary(each, num_samples, rate) for name, each in taken.items()}
+    content["arms"] = {name: summary(each, num_samples, rate, first_steps) for name, each in taken.items()}
     content["configs"] = {name: _placed(config, "NVME_PATH") for name, config in configs.items()}
     return content
 
@@ -256,6 +270,7 @@ def rate_of(text: str | None) -> float | None:
 
 def _slow(text: str) -> dict[str, float]:
     name, _, percent = text.partition(":")
+    name = name if name in NAMES else f"node{name}"
     if name not in NAMES or not 0 < float(percent or 0) <= 100:
         raise ValueError(text)
     return {name: float(percent)}
@@ -280,16 +295,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, help="JSON of the vertical arm (default: configs/MODEL_cpu.json)")
     parser.add_argument("--rate", type=_rate, help="of the link in each direction, as tc(8) writes it (default: unlimited)")
     parser.add_argument("--arms", type=_arms, default=["flat"], metavar="ARM,ARM", help=", ".join(ARMS))
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=5, help="steps of each arm, besides a first one that does not count")
+    parser.add_argument("--micro-batches", type=int, help="of each rank (default: 4, and 16 with the arm uneven)")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each arm, besides first ones that do not count")
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--slow", type=_slow, metavar="NODE:PERCENT", help="of the half of all cores that is the host's")
-    parser.add_argument("--tokens", type=int, default=8, help="tokens of a sample")
+    parser.add_argument("--tokens", type=int, help="tokens of a sample (default: 8, and 128 with the arm uneven)")
     parser.add_argument("--clip", type=float, default=0.0, help="gradient_clipping")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--folder", type=Path, help="on the SSD, for all files of the run (default: that for temporary files)")
     parser.add_argument("--json", type=Path, help="write the result there")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    uneven = "uneven" in options.arms
+    options.micro_batches = options.micro_batches or (16 if uneven else 4)
+    options.tokens = options.tokens or (128 if uneven else 8)
+    return options
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -233,6 +233,26 @@ class LevelSettings:
 
 
 @dataclass(frozen=True)
+class ElasticSettings:
+    """How many micro-batches a rank brings to a step: at least and at most (None: what the others' least leaves), and of all
+    ranks `total` (None: the JSON's number for each). `counts`: the log of a run whose counts are taken again."""
+
+    min_micro_batches: int = 1
+    max_micro_batches: int | None = None
+    total: int | None = None
+    counts: str | None = None
+
+    def total_of(self, micro_batches: int, num_ranks: int) -> int:
+        """Of all ranks in a step, where the JSON has `micro_batches` for each."""
+        return micro_batches * num_ranks if self.total is None else self.total
+
+    def most_of(self, micro_batches: int, num_ranks: int) -> int:
+        """The most that one rank may bring."""
+        left = self.total_of(micro_batches, num_ranks) - self.min_micro_batches * (num_ranks - 1)
+        return left if self.max_micro_batches is None else min(left, self.max_micro_batches)
+
+
+@dataclass(frozen=True)
 class SignalSettings:
     """The checkpoint that is saved when a signal asks the run to end: its folder, its tag (None: `global_step<n>`)."""
 
@@ -265,6 +285,7 @@ class RunSettings:
     nvme_paths: tuple[str, ...] | None
     activations: ActivationSettings
     levels: LevelSettings
+    elastic: ElasticSettings | None
     seed_micro_batches: bool
     seed: int | None
     trace: str | None

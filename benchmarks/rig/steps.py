@@ -84,6 +84,8 @@ def _train(options: argparse.Namespace) -> None:
         start = time.perf_counter()
         loss = engine.train_batch(batches)
         found: dict[str, Any] = {"step_s": time.perf_counter() - start, "loss": float(loss)}
+        if (ran := getattr(engine, "ran", None)) is not None:
+            found["micro_batches"] = ran.num_micro_batches
         found["scheduled"] = traffic.scheduled_bytes(engine) if hasattr(engine, "ran") else traffic.stock_bytes(engine)
         _say(done_path(options.turns, number, rank), found)
     engine.destroy()

@@ -92,3 +92,14 @@ def _read_base64(config: str) -> DeepSpeedJson:
             "DeepSpeed JSON, a dict, or base64.urlsafe_b64encode of its text"
         ) from error
     return _parse(text, f'config: "{shown}" is no file; read as base64', comments=False)
+
+
+def num_micro_batches(config: DeepSpeedJson, num_ranks: int) -> int:
+    """Micro-batches of each rank in a step, as DeepSpeed derives them where `gradient_accumulation_steps` is not written."""
+    written, micro, train = (
+        value if isinstance(value := config.get(key), int) else None
+        for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
+    )
+    if written is not None:
+        return written
+    return 1 if micro is None or train is None else max(1, train // (micro * num_ranks))

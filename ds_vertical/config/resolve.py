@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ds_vertical.config.section import SECTION, VerticalConfig, show
-from ds_vertical.types import ActivationSettings, LevelSettings, RunSettings, SignalSettings
+from ds_vertical.types import ActivationSettings, ElasticSettings, LevelSettings, RunSettings, SignalSettings
 
 # --- null means "choose for me" ------------------------------------------------------------------------------------
 
@@ -19,6 +19,7 @@ _LATER: Mapping[str, str] = {
     "optimizer_speculation": "where it would lately have come true",
     "host_memory_bytes": "what the machine has at start",
     "nvme_paths": "nvme_path alone",
+    "elastic": "all ranks bring as many micro-batches",
     "progress": "where rank 0's stderr is a terminal",
     "self_check": "at the start of a run, and after a resume with another model",
     "on_signal": "no checkpoint, the run ends at once",
@@ -49,6 +50,7 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> RunSett
     signal = section.on_signal
     values["activations"] = ActivationSettings(**dict(section.activations))
     values["levels"] = LevelSettings(**dict(section.levels))
+    values["elastic"] = None if section.elastic is None else ElasticSettings(**dict(section.elastic))
     values["on_signal"] = None if signal is None else SignalSettings(**dict(signal))
     return RunSettings(**values, reasons=MappingProxyType(reasons))
 

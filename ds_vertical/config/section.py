@@ -88,6 +88,21 @@ class Levels(BaseModel):
     """Neighbours that are quantised with one scale."""
 
 
+class Elastic(BaseModel):
+    """How many micro-batches each rank brings to a step."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    min_micro_batches: Annotated[int, Field(ge=1)] = 1
+    """Of a rank, at least."""
+    max_micro_batches: Annotated[int, Field(ge=1)] | None = None
+    """Of a rank, at most. Null: what the least of the others leaves. The memory budget counts so many."""
+    total: Annotated[int, Field(ge=1)] | None = None
+    """Of all ranks together. Null: `gradient_accumulation_steps` for each."""
+    counts: Annotated[StrictStr, StringConstraints(min_length=1)] | None = None
+    """The log of a run, whose counts are taken again. Null: by the measured seconds of a micro-batch."""
+
+
 class OnSignal(BaseModel):
     """The checkpoint to save when SIGTERM or SIGINT asks the run to end."""
 
@@ -145,6 +160,8 @@ class VerticalConfig(BaseModel):
     """Where layer inputs and gradients between layers rest; what is kept."""
     levels: Levels = Levels()
     """Collectives over the ranks of a node, then over the nodes."""
+    elastic: Elastic | None = None
+    """Give faster ranks more micro-batches; null: all bring as many. Vertical order only."""
     seed_micro_batches: bool = True
     """Give each micro-batch a random stream of its own, in both arms. From (seed, step, micro-batch, rank)."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -162,7 +179,12 @@ class VerticalConfig(BaseModel):
     """Save a checkpoint when SIGTERM or SIGINT ends the run. It ends between two steps. Null: at once, without one."""
 
 
-_NESTED: Mapping[str, type[BaseModel]] = {"activations": Activations, "levels": Levels, "on_signal": OnSignal}
+_NESTED: Mapping[str, type[BaseModel]] = {
+    "activations": Activations,
+    "levels": Levels,
+    "elastic": Elastic,
+    "on_signal": OnSignal,
+}
 
 # What each key accepts, and an example; the start of the error for a wrong value.
 _EXPECTED: Mapping[str, tuple[str, str]] = {
@@ -198,6 +220,14 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "levels.copy_on_device": ("true or false", "false"),
     "levels.gradient_bits": ("two of null, 4 and 8: within a node, and across nodes", "[null, 4]"),
     "levels.block": ("an even integer >= 2", "256"),
+    "elastic": (
+        'an object with "min_micro_batches", "max_micro_batches", "total", "counts", or null',
+        '{"min_micro_batches": 2} or null',
+    ),
+    "elastic.min_micro_batches": ("an integer >= 1", "1"),
+    "elastic.max_micro_batches": ("an integer >= 1, or null", "32 or null"),
+    "elastic.total": ("an integer >= 1, or null (gradient_accumulation_steps of each rank)", "64 or null"),
+    "elastic.counts": ("the path of a run's log, or null (by measured seconds)", '"runs/train.log" or null'),
     "seed": ("an integer >= 0 and < 2^64, or null", "1234 or null"),
     "trace": ("the path of a folder, or null (off)", '"runs/trace" or null'),
     "on_signal": ('an object with "save_dir" and "tag", or null', '{"save_dir": "checkpoints"} or null'),
@@ -250,6 +280,7 @@ def load_section(config: Mapping[str, object]) -> VerticalConfig | None:
     _refuse_shares(parsed.activations)
     _refuse_idle_tier(parsed.activations)
     _refuse_keep_shares(parsed.activations)
+    _refuse_elastic(parsed)
     return parsed
 
 
@@ -345,6 +376,24 @@ def _refuse_keep_shares(activations: Activations) -> None:
         raise ConfigError(
             f"{path}.keep_share: got {share}{told} with keep_host_share {host_share}, more than all cells; write"
             f" {round(1 - host_share, 9)} or less"
+        )
+
+
+def _refuse_elastic(section: VerticalConfig) -> None:
+    """Bounds of which the least is the larger one, and the order in which collectives depend on the micro-batches."""
+    elastic, path = section.elastic, f"{SECTION}.elastic"
+    if elastic is None:
+        return
+    least, most = elastic.min_micro_batches, elastic.max_micro_batches
+    if most is not None and least > most:
+        raise ConfigError(
+            f"{path}.min_micro_batches: got {least} with max_micro_batches {most}; write {most} or less, or"
+            f' "max_micro_batches": {least}'
+        )
+    if section.order == "horizontal":
+        raise ConfigError(
+            f'{path}: got {show(elastic.model_dump(exclude_unset=True))} with order "horizontal", in which each micro-batch'
+            ' gathers the weights anew; remove it, or write "order": "vertical"'
         )
 
 

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -86,31 +87,51 @@ def all_gathered(value: T) -> list[T]:
     return found
 
 
+@dataclass
+class Said:
+    """Numbers that ranks tell each other where they agree that none has failed. `own`: this rank's, which the block sets (their
+    number is the same on all ranks); `of_all`: behind the block, every rank's."""
+
+    own: list[int]
+    of_all: list[list[int]] = field(default_factory=list)
+
+
 @contextlib.contextmanager
-def all_or_none(what: str, then: Callable[[], None] = lambda: None) -> Iterator[None]:
+def all_or_none(what: str, then: Callable[[], None] = lambda: None, num_said: int = 0) -> Iterator[Said]:
     """All ranks leave the block, or all of them raise: those without an error of their own OtherRankError. Collective; the
     block itself must have no collective that another rank's error would leave alone. `then`, which may be collective, follows
     on all ranks either way; not after an interrupt, or where the ranks do not hear each other any more. Where all errors have a
     true `starts_over`, every rank raises such a one: all do once more what the block ends. One with a true `is_everyones` is
-    raised by every rank, whatever its own is."""
+    raised by every rank, whatever its own is. `num_said`: of the numbers that the ranks tell each other beside that."""
     error: Exception | None = None
+    said = Said([0] * num_said)
     try:
-        yield
+        yield said
     except Exception as raised:
         error = raised
-    if world_size() > 1 and not is_true_on_all_ranks(error is None):
+    if not _none_has_failed(error is None, said):
         again = error if getattr(error, "starts_over", False) else None
-        said = all_gathered(None if error is None else (f"{type(error).__name__}: {error}", again))
-        others = [(f"rank {number}: {each[0]}", each[1]) for number, each in enumerate(said) if each is not None]
+        told = all_gathered(None if error is None else (f"{type(error).__name__}: {error}", again))
+        others = [(f"rank {number}: {each[0]}", each[1]) for number, each in enumerate(told) if each is not None]
         if all(each is not None for _, each in others):
             everyones = (each for _, each in others if getattr(each, "is_everyones", False))
             error = next(everyones, error or others[0][1])
         elif error is None or again is not None:
-            told = next(text for text, each in others if each is None)
-            error = OtherRankError(f"{what} failed on {len(others)} of {len(said)} ranks; {told}")
+            first = next(text for text, each in others if each is None)
+            error = OtherRankError(f"{what} failed on {len(others)} of {len(told)} ranks; {first}")
     if error is not None:
         raise_after(error, then)
     then()
+
+
+def _none_has_failed(is_well: bool, said: Said) -> bool:
+    """Whether no rank has failed; one collective brings this and what the ranks say."""
+    if world_size() == 1 or not said.own:
+        said.of_all = [said.own]
+        return is_well if world_size() == 1 else is_true_on_all_ranks(is_well)
+    every = numbers_of_all([int(is_well), *said.own])
+    said.of_all = [numbers for _, *numbers in every]
+    return all(well for well, *_ in every)
 
 
 def raise_after(error: Exception, then: Callable[[], None]) -> NoReturn:
@@ -213,6 +234,22 @@ def largest_of_all_ranks(number: int) -> int:
     votes = torch.tensor([number], device=accelerator.device_name())
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     return int(votes.item())
+
+
+def numbers_of_all(numbers: Sequence[int]) -> list[list[int]]:
+    """Every rank's integers, of which each rank gives as many. Collective."""
+    every = torch.zeros(world_size(), len(numbers), dtype=torch.int64, device=accelerator.device_name())
+    every[rank()] = torch.tensor(numbers)
+    if world_size() > 1:
+        dist.all_reduce(every, op=dist.ReduceOp.SUM)
+    return every.tolist()
+
+
+def sum_of_all_ranks(number: float) -> float:
+    """The sum, in fp64. Collective."""
+    total = torch.tensor([number], dtype=torch.float64, device=accelerator.device_name())
+    dist.all_reduce(total, op=dist.ReduceOp.SUM)
+    return float(total.item())
 
 
 def _refuse_bare_python() -> None:

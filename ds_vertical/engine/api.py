@@ -19,11 +19,12 @@ from torch import nn
 from ds_vertical.compat import accelerator, stock_config, striped_swapping, zero_params
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.config.cross_check import check, refuse_unfilled
-from ds_vertical.config.file import DeepSpeedJson, read_config
+from ds_vertical.config.file import DeepSpeedJson, num_micro_batches, read_config
 from ds_vertical.config.levels import move_levels
 from ds_vertical.config.resolve import explain, resolve
 from ds_vertical.config.section import SECTION, load_section
 from ds_vertical.distributed import ranks
+from ds_vertical.distributed.elastic import ElasticCounts, open_elastic
 from ds_vertical.distributed.unit_levels import refuse_levels
 from ds_vertical.engine import disk_check, machine_cache
 from ds_vertical.engine.assembly import HostBudget
@@ -253,6 +254,8 @@ def _initialize_stock(config: dict[str, Any], resolved: RunSettings | None, **kw
     seeded = resolved is not None and resolved.seed_micro_batches
     progress = Progress(returned[0], resolved.progress if resolved is not None else None)
     loop = StockCalls(returned[0], resolved.seed if resolved is not None and seeded else None, progress)
+    if resolved is not None:
+        loop.elastic = open_elastic(resolved.elastic, returned[0].gradient_accumulation_steps(), measures=False)
     _bind(returned[0], loop)
     if compat_engine.is_patched():
         loop.watch()
@@ -277,8 +280,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
         kwargs["model_parameters"] = list(kwargs["model_parameters"])
     if accelerator.is_one_memory():
         keep_cores_for_this_thread()
-    ranks.start_distributed()
-    refuse_levels(resolved)
+    elastic = _start_ranks(resolved, config)
     groups = groups_of(model, kwargs["model_parameters"], kwargs["optimizer"])
     forecast_of = partial(Forecast, layers, groups, config)
     room = host_room(model.parameters(), resolved.host_memory_bytes)
@@ -296,10 +298,19 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     kept_bytes = backward_bytes(forecast.shape, forecast.terms) if accelerator.is_one_memory() else 0
     budget = HostBudget(host_bytes, kept_bytes, left, planner, forecast.pairs)
     factory = partial(VerticalEngine, vertical=resolved, layers=layers, folder=run_folder(prepared), budget=budget)
+    factory = partial(factory, elastic=elastic)
     with compat_engine.substituted_engine(factory):
         returned = compat_engine.stock_initialize(config=prepared, **kwargs)
     write_full_weights(returned[0])
     return returned
+
+
+def _start_ranks(resolved: RunSettings, config: DeepSpeedJson) -> ElasticCounts | None:
+    """How many micro-batches each rank brings; None: all bring as many. Raises ConfigError where the section asks for what
+    these ranks cannot do."""
+    ranks.start_distributed()
+    refuse_levels(resolved)
+    return open_elastic(resolved.elastic, num_micro_batches(config, ranks.world_size()))
 
 
 def _cut(model: nn.Module, resolved: RunSettings) -> tuple[RunSettings, LayerMap]:

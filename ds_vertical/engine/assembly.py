@@ -84,8 +84,9 @@ class StepParts:
         """The user's model."""
         return compat_engine.model_of(self.engine)
 
-    def mean_over(self, num_micro_batches: int) -> LossScale:
-        """What the backward of each of so many micro-batches starts from: its share of the mean loss, times the loss scale."""
+    def mean_over(self, num_micro_batches: float) -> LossScale:
+        """What the backward of each of so many micro-batches starts from: its share of the mean loss, times the loss scale.
+        No integer where ranks bring different numbers (`step_shares`)."""
 
         def scale(loss: torch.Tensor) -> torch.Tensor:
             return self.optimizer.scale_if_loss(loss / num_micro_batches)
@@ -124,7 +125,7 @@ class StepParts:
         sizes = [(zero_params.full_numel(p), p.element_size() + p.requires_grad * sum_bytes) for p in self.layers.units[unit]]
         return sum(numel * each for numel, each in sizes)
 
-    def as_given(self, _num_micro_batches: int) -> LossScale:
+    def as_given(self, _num_micro_batches: float) -> LossScale:
         """What the backward of each micro-batch starts from where the user's code has divided the loss: it, times the loss
         scale."""
         return self.optimizer.scale_if_loss

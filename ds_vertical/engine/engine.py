@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_vertical.compat import accelerator, engine
 from ds_vertical.distributed import ranks
+from ds_vertical.distributed.elastic import ElasticCounts
 from ds_vertical.engine.assembly import Assembly, HostBudget, StepParts, open_tracer
 from ds_vertical.engine.checkpoint import shared_dir
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
@@ -37,19 +38,29 @@ class VerticalEngine(CallableEngine):
     """DeepSpeed's engine with layer-major training: `train_batch`, `eval_batch`, and forward in evaluation mode.
 
     `vertical`: the resolved section. `folder`: of the run, on SSD; None: it has none. `budget`: what the memory check allows.
+    `elastic`: how many micro-batches each rank brings; None: all bring as many.
     """
 
     optimizer: VerticalStage3
     module: nn.Module
 
     def __init__(
-        self, *args: Any, vertical: RunSettings, layers: LayerMap, folder: Path | None, budget: HostBudget, **kwargs: Any
+        self,
+        *args: Any,
+        vertical: RunSettings,
+        layers: LayerMap,
+        folder: Path | None,
+        budget: HostBudget,
+        elastic: ElasticCounts | None = None,
+        **kwargs: Any,
     ) -> None:
         self.vertical, self.layers, self.host_bytes = vertical, layers, budget.needed
         self.tracer = open_tracer(vertical.trace)
         super().__init__(*args, **kwargs)
         progress = Progress(self, vertical.progress, folder)
         self.tracer = progress.metered(self.tracer)
+        if elastic is not None:
+            self.tracer = elastic.metered(self.tracer)
         assembly = Assembly(self.module, self.optimizer, vertical, layers, self.tracer, engine.aio_config(self))
         assembly.give_memory_back()
         self._params = assembly.open_params()  # one by one: `destroy` closes those that there are, where the next one fails
@@ -66,6 +77,7 @@ class VerticalEngine(CallableEngine):
         parts = StepParts(self, vertical, layers, self.optimizer, *made, folder, budget)
         self.self_check = FirstStepCheck(parts)
         self._loop = VerticalLoop(parts, self.self_check, self.tracer, progress)
+        self._loop.elastic = elastic
         calls = self.optimizer.calls
         self._three_calls = three = ThreeCalls(
             self._loop, calls, self.self_check, has_heard=lambda: self._stopping.has_heard, snake=vertical.snake

@@ -328,11 +328,11 @@ class _WithBackward(_Pass):
     def head(self, event: Event) -> None:
         """Suffix, loss and the suffix's backward: one micro-batch's logits alive at a time."""
         assert event.micro_batch is not None
-        micro_batch = self.micro_batch(event)
-        loss = self.bodies[event.micro_batch].loss_of(partial(self._finish, event))
+        micro_batch, body = self.micro_batch(event), self.bodies[event.micro_batch]
+        loss = body.loss_of(partial(self._finish, event))
         self.gradients.refuse_own_backward()
         self.losses[event.micro_batch] = loss.detach()
-        micro_batch.backward_suffix(self.scale(loss))
+        micro_batch.backward_suffix(self.scale(loss if body.weight == 1.0 else loss * body.weight))
         self.add_outside()
 
     def _finish(self, event: Event) -> object:

@@ -153,6 +153,8 @@ class Forecast:
         self.timing = StepTiming(delay, speculation, self._certain, self._json.state_in_files, resolved.on_nonfinite == "stop")
         self.pairs = resolved.order == "vertical"  # otherwise layers take turns
         self._num_micro_batches = int(config.get("gradient_accumulation_steps") or 1)
+        if resolved.elastic is not None:  # a rank may bring more than the JSON has for each
+            self._num_micro_batches = resolved.elastic.most_of(self._num_micro_batches, self._shards.num_shards)
         self.micro_batch_size = int(config.get("train_micro_batch_size_per_gpu") or 1)
 
     @property

@@ -96,12 +96,12 @@ class Progress:
             self._pace.forget()
             raise
 
-    def note(self, loss: torch.Tensor, batches: Sequence[Any]) -> None:
-        """The step over these micro-batches has ended, with this mean loss."""
+    def note(self, loss: torch.Tensor, batches: Sequence[Any], tokens_of_all: int) -> None:
+        """The step over these micro-batches has ended, with this mean loss. `tokens_of_all`: those of all ranks."""
         if not self._watched:
             return
         tokens = micro.count_tokens(list(batches))
-        reading = self._pace.end(now(), tokens * ranks.world_size(), self._goal(tokens, batches))
+        reading = self._pace.end(now(), tokens_of_all, self._goal(tokens, batches))
         all_told = self._pace.meter is not None and "compute" in self._pace.meter.resources
         self._words = reading.words(all_told)
         self._words[_RATES:_RATES] = self._other_work.words()

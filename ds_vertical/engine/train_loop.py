@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from torch import nn
 from ds_vertical.compat import accelerator, swap_buffers
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.distributed import ranks
+from ds_vertical.distributed.elastic import ElasticCounts
+from ds_vertical.distributed.step_shares import NUMBERS, Brought, Counts, OwnCounts, StepShares, refuse_unequal
 from ds_vertical.engine import metrics
 from ds_vertical.engine.assembly import StepParts, moved_tiers
 from ds_vertical.engine.call_guard import RUNNING
@@ -25,6 +27,7 @@ from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.run_log import RunLogger, model_config
 from ds_vertical.engine.self_check.evaluation import EvaluationCheck
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
+from ds_vertical.errors import LoopError
 from ds_vertical.interrupts import Changed
 from ds_vertical.io import host
 from ds_vertical.io.openmp_wait import WATCH
@@ -58,12 +61,16 @@ class TrainLoop:
         self._recorder_asked = False
         self._run_logger: RunLogger | None = None
         self._own_data: Iterator[object] | None = None
+        self._loss: torch.Tensor | None = None  # of the last `run`
+        self.elastic: ElasticCounts | None = None  # how many micro-batches each rank takes; None: what the JSON has
+        self.shares = StepShares(())  # of the step under way, or of the one before
+        self.num_tokens = 0  # of this rank, likewise
         self._timed_tokens = 0
 
     # ---- the work, by arm
 
     def run(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:
-        """One step over the micro-batches; returns their losses."""
+        """One step over the micro-batches; returns their losses. Sets `shares`, and notes the losses (`note_losses`)."""
         raise NotImplementedError
 
     def evaluate(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:
@@ -76,21 +83,28 @@ class TrainLoop:
         """One optimizer step over up to `gradient_accumulation_steps` micro-batches.
 
         `data_iter` yields micro-batches: dict (keyword arguments of the model), tuple (positional) or tensor; None takes
-        the engine's own dataloader. `loss_fn(outputs, batch)` defaults to the model's own loss. With 0 < m < M
-        micro-batches left, the mean is over m. Returns the mean loss, a 0-d fp32 tensor.
+        the engine's own dataloader. `loss_fn(outputs, batch)` defaults to the model's own loss; where it has a method
+        `num_items(batch)`, each micro-batch counts with that number of items. With 0 < m < M micro-batches left, the mean is
+        over m. Returns the mean loss, a 0-d fp32 tensor: of this rank's micro-batches where all ranks bring as many, and none
+        is weighted; else of all ranks'.
 
         Raises StopIteration, with nothing touched, when no micro-batch is left.
         """
         recorder = self._metrics()
         if recorder is not None:
             recorder.check_budget()
-        batches = micro.collect(self._iterator(data_iter), self.engine.gradient_accumulation_steps(), self.device)
+        most = self.engine.gradient_accumulation_steps()
+        if self.elastic is not None:
+            most = self.elastic.begin(self.engine.global_steps + 1)
+        batches = micro.collect(self._iterator(data_iter), most, self.device)
         if not self.module.training:
             self.module.train()
+        self.num_tokens = micro.count_tokens(batches)
         with self.progress.step():
-            losses = self._recorded(recorder, partial(self.run, batches, loss_fn), batches)
-        loss = micro.mean_loss(losses)
-        self.progress.note(loss, batches)
+            self._recorded(recorder, partial(self.run, batches, loss_fn), batches)
+        loss, self._loss = self._loss, None
+        assert loss is not None  # `run` has noted it
+        self.progress.note(loss, batches, self.shares.num_tokens)
         return loss
 
     def eval_batch(self, data_iter: Iterable[object], loss_fn: LossFn | None = None) -> torch.Tensor:
@@ -110,9 +124,19 @@ class TrainLoop:
         return None if seed is None else micro.stream_seed(seed, self.engine.global_steps, micro_batch, ranks.rank())
 
     def count_samples(self, num_micro_batches: int) -> None:
-        """The engine adds a full batch's samples in its step; take off those that a short last batch did not have."""
-        missing = self.engine.gradient_accumulation_steps() - num_micro_batches
-        self.engine.global_samples -= missing * self.engine.train_micro_batch_size_per_gpu() * ranks.world_size()
+        """The engine adds a full batch's samples in its step; take off those that a short last batch did not have.
+        `num_micro_batches`: of all ranks."""
+        missing = self.engine.gradient_accumulation_steps() * ranks.world_size() - num_micro_batches
+        self.engine.global_samples -= missing * self.engine.train_micro_batch_size_per_gpu()
+
+    def note_losses(self, losses: Sequence[torch.Tensor], weights: Sequence[float] | None) -> None:
+        """Take the mean of a step's losses: see `train_batch`. `weights`: of this rank's, None where all are the same.
+        Collective where the mean is of all ranks'."""
+        self._loss = micro.mean_loss(list(losses))
+        if weights is None and self.shares.are_equal:
+            return
+        own = sum(float(loss) * weight for loss, weight in zip(losses, weights or [1.0] * len(losses), strict=True))
+        self._loss = torch.full_like(self._loss, ranks.sum_of_all_ranks(own) / self.shares.total)
 
     def _iterator(self, data_iter: Iterable[object] | None) -> Iterator[object]:
         if data_iter is not None:
@@ -205,36 +229,6 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-class StockLoop(TrainLoop):
-    """Stock's own forward, backward and step, one micro-batch after the other."""
-
-    def run(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:
-        """One step over the micro-batches; returns their losses."""
-        losses: list[torch.Tensor] = []
-        try:
-            for index, batch in enumerate(batches):
-                last = index == len(batches) - 1
-                self.engine.set_gradient_accumulation_boundary(last)
-                losses.append(self._micro_batch(index, batch, len(batches), loss_fn))
-                if last:
-                    self.count_samples(len(batches))
-                self.engine.step()
-        finally:
-            compat_engine.forget_boundary(self.engine)
-        return losses
-
-    def _micro_batch(self, index: int, batch: object, num_micro_batches: int, loss_fn: LossFn | None) -> torch.Tensor:
-        seed = self.seed_of(index)
-        with contextlib.nullcontext() if seed is None else seeded(seed):
-            loss = micro.loss_of(micro.call_model(self.engine, batch), batch, loss_fn)
-            self.engine.backward(loss / num_micro_batches, scale_wrt_gas=False)
-        return loss.detach()
-
-    def evaluate(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:
-        """Losses of the micro-batches without training."""
-        return [micro.loss_of(micro.call_model(self.engine, batch), batch, loss_fn) for batch in batches]
-
-
 @dataclass(frozen=True)
 class ModelCall:
     """Calls the user's model as stock's `forward` would, and makes the forwards of micro-batches out of such calls."""
@@ -256,32 +250,6 @@ class ModelCall:
         return micro.loss_of(micro.call_model(self, inputs), batch, loss_fn)
 
 
-class Counts(Protocol):
-    """What a step adds to DeepSpeed's counters; asked once all its forwards are over."""
-
-    @property
-    def num_sampled(self) -> int:
-        """Micro-batches whose samples count; DeepSpeed by itself counts `gradient_accumulation_steps`."""
-        ...
-
-    @property
-    def num_calls(self) -> int:
-        """Calls of `engine.step`, each of which is a micro-step to DeepSpeed."""
-        ...
-
-
-@dataclass(frozen=True)
-class OwnCounts:
-    """A step of `train_batch`: each micro-batch counts."""
-
-    num_sampled: int
-
-    @property
-    def num_calls(self) -> int:
-        """As stock's arm calls it."""
-        return self.num_sampled
-
-
 class VerticalLoop(TrainLoop):
     """The vertical arm: a step takes all its micro-batches, builds their schedule, runs it and concludes."""
 
@@ -293,6 +261,7 @@ class VerticalLoop(TrainLoop):
         self._check, self._evaluations = check, EvaluationCheck(parts)
         self._tracer = tracer
         self._counts: Counts = OwnCounts(0)  # of the step under way, or of the one before
+        self._weights: list[float] | None = None  # likewise: of this rank's losses in the mean; None: all the same
         self._num_evaluations = 0
         self._calls = LearnedCalls()  # in the step under way, or in the one before
         self._calls_of_windows = LearnedCalls()
@@ -304,7 +273,10 @@ class VerticalLoop(TrainLoop):
         for batch in batches:
             refuse_batch_flags(batch)
         bodies = [self.call_model.body(batch, None, loss_fn) for batch in batches]
-        return self.step(bodies, self._parts.mean_over, OwnCounts(len(bodies)))
+        items = partial(micro.items_of, loss_fn, batches)
+        losses = self.step(bodies, self._parts.mean_over, OwnCounts(len(bodies), items))
+        self.note_losses(losses, self._weights)
+        return losses
 
     def train_window(self, bodies: Sequence[Body], counts: Counts, batches: Sequence[object]) -> None:
         """One step over the forwards of another loop's micro-batches, whose losses that loop has scaled: their sum is the
@@ -312,16 +284,22 @@ class VerticalLoop(TrainLoop):
         recorder = self._metrics()
         if recorder is not None:
             recorder.end_at_budget()
+        if self.elastic is not None:
+            raise LoopError(
+                "vertical_schedule.elastic: got counts for each rank, and a Trainer, or a loop that calls the engine for each"
+                " micro-batch, which brings as many as it has; remove elastic, or call engine.train_batch(data_iter)"
+            )
         check_trainable(self.module, _log)
+        self.num_tokens = micro.count_tokens(list(batches))
         with self.progress.step():
             run = partial(self.step, bodies, self._parts.as_given, counts, self._calls_of_windows)
             losses = self._recorded(recorder, run, batches)
-        self.progress.note(micro.mean_loss(losses) * len(losses), batches)
+        self.progress.note(micro.mean_loss(losses) * len(losses), batches, self.shares.num_tokens)
 
     def step(
         self,
         bodies: Sequence[Body],
-        scale_of: Callable[[int], LossScale],
+        scale_of: Callable[[float], LossScale],
         counts: Counts,
         calls: LearnedCalls | None = None,
     ) -> list[torch.Tensor]:
@@ -348,16 +326,18 @@ class VerticalLoop(TrainLoop):
             if not self.is_recorded or self._parts.vertical.self_check:  # `ab` compares the losses itself
                 self._check.run(seeded_bodies, scale_of)
             with self._tracer.step():
-                run = partial(self._run_schedule, seeded_bodies, scale_of(len(seeded_bodies)))
+                run = partial(self._run_schedule, seeded_bodies, scale_of)
                 losses = until_known(run, partial(self._check.run_again, seeded_bodies, scale_of), _log, calls)
                 self.conclude()
             self._parts.keeping.close_step(self._parts.runner, self._calls.number)
         return losses
 
-    def _run_schedule(self, bodies: Sequence[Body], scale: LossScale) -> list[torch.Tensor]:
+    def _run_schedule(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> list[torch.Tensor]:
         """The step up to and including the units' optimizer steps. Returns the losses."""
         parts = self._parts
-        self._check_ready()
+        self._check_ready(len(bodies))
+        if self._weights is not None:
+            bodies = [replace(body, weight=weight) for body, weight in zip(bodies, self._weights, strict=True)]
         swap_buffers.rest_stock_buffers(parts.module.parameters(), parts.optimizer)
         tiers = moved_tiers(parts.vertical, len(bodies))
         refuse_several_calls(bool(tiers) or parts.keeping.is_asked, self._calls.number)
@@ -372,16 +352,27 @@ class VerticalLoop(TrainLoop):
             torch.enable_grad(),
             parts.optimizer.live.schedule_running(),
         ):
+            scale = scale_of(self.shares.mean_over)
             return parts.runner.train(schedule, bodies, parts.gradients, parts.optimizer.driver, scale)
 
-    def _check_ready(self) -> None:
-        """Raise, on every rank, where a step cannot begin on one."""
-        parts = self._parts
-        with parts.optimizer.live.agreed("train_batch"):
+    def _check_ready(self, num_micro_batches: int) -> None:
+        """Raise, on every rank, where a step cannot begin on one. Otherwise all know what each brings."""
+        parts, items_of = self._parts, self._counts.items
+        items: list[int] | None = None
+        with parts.optimizer.live.agreed("train_batch", num_said=NUMBERS) as said:
             parts.params.check_open()
             parts.optimizer.live.check_whole()
             parts.gradients.refuse_strays()
             parts.gradients.refuse_frozen({id(param): name for name, param in parts.module.named_parameters()})
+            items = None if items_of is None else items_of()
+            num_items = None if items is None else sum(items)
+            nanoseconds = 0 if self.elastic is None else self.elastic.nanoseconds()
+            said.own[:] = Brought(num_micro_batches, num_items, self.num_tokens, nanoseconds).numbers()
+        self.shares = StepShares.of(said.of_all)
+        if self.elastic is not None:
+            self.elastic.note(self.engine.global_steps + 1, self.shares)
+        refuse_unequal(self.shares, parts.vertical.order)
+        self._weights = self.shares.weights(items)
 
     def _schedule(self, num_micro_batches: int, moved: tuple[int, ...], kept: tuple[Cell, ...]) -> Schedule:
         """The step's events. `moved`: micro-batches whose activations leave the device; `kept`: cells whose kept values do."""
@@ -409,7 +400,7 @@ class VerticalLoop(TrainLoop):
         """A step counts: so do its samples. What stock's `step` does at the boundary: optimizer, scheduler, counters, monitor,
         printing."""
         with self._parts.optimizer.condition.torn_if_interrupted():
-            self.count_samples(self._counts.num_sampled)
+            self.count_samples(self._counts.num_sampled(self.shares))
             compat_engine.conclude_step(self.engine)
             self.engine.micro_steps += self._counts.num_calls - 1
             if self._parts.budget.kept:  # not before the first step has allocated what stays

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -88,6 +88,19 @@ def _own_loss(outputs: Any) -> Any:
 def mean_loss(losses: list[torch.Tensor]) -> torch.Tensor:
     """Mean over the micro-batches in fp32, a 0-d tensor on the losses' device."""
     return torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
+
+
+def items_of(loss_fn: LossFn | None, batches: Sequence[object]) -> list[int] | None:
+    """What each micro-batch weighs in the mean of the losses: `loss_fn.num_items(batch)`, an integer >= 0, where the loss
+    function has that; else None: all the same. Raises ValueError for other values."""
+    num_items = getattr(loss_fn, "num_items", None)
+    if num_items is None:
+        return None
+    found = [num_items(batch) for batch in batches]
+    for each in found:
+        if isinstance(each, bool) or float(each) != int(each) or int(each) < 0:
+            raise ValueError(f"loss_fn.num_items(batch): got {each!r}; return the number of items (tokens) of the loss's mean")
+    return [int(each) for each in found]
 
 
 def count_tokens(batches: list[Any]) -> int:

@@ -33,7 +33,7 @@ class Body:
 
     `form`: equal for micro-batches of the same structure; `functions`: the user's that it calls besides the model. `checked`:
     makes what the self-check runs in place of `run`; None: `run` itself. `loss_of`: what the hub calls where the suffix is due,
-    with what runs the suffix and returns what `run` returns; it returns the loss.
+    with what runs the suffix and returns what `run` returns; it returns the loss. `weight`: the loss's own in the step's.
     """
 
     run: Callable[[], Any]
@@ -42,6 +42,7 @@ class Body:
     functions: tuple[Any, ...] = ()
     checked: Callable[[], Callable[[], torch.Tensor]] | None = None
     loss_of: LossOf = own_loss
+    weight: float = 1.0
 
 
 class MicroBatch:

@@ -202,6 +202,7 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
             **{"ranks_per_node": 1, "quantized_weights": False, "quantized_gradients": False, "gradients": None},
             **{"copy_share": None, "copy_on_device": False, "gradient_bits": (None, 4), "block": 256},
         },
+        "elastic": None,
         "seed_micro_batches": True,
         "seed": None,
         "trace": None,

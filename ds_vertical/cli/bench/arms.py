@@ -157,6 +157,11 @@ def _check_arm(config: JsonObject, num_ranks: int) -> None:
     # The stock arm must pass as well: both train the same thing, and a file that cannot be the vertical arm's base
     # differs in more than transfer settings.
     check(config, section.model_copy(update={"enabled": True}))
+    if section.elastic is not None and section.elastic.counts is None:
+        raise ConfigError(
+            f"{SECTION}.elastic.counts: got null, with which the arms would not train on the same micro-batches; write the log"
+            " of a run with elastic, whose counts both arms then take, or remove elastic"
+        )
     check_zero(config[_ZERO])
     _check_batch(config, num_ranks)
 

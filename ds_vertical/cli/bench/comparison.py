@@ -205,8 +205,16 @@ def summarize_arm(runs: Sequence[Run]) -> ArmSummary:
         read_bytes_per_step=median(sum(record.read_bytes for record in step) for step in pooled),
         write_bytes_per_step=median(sum(record.write_bytes for record in step) for step in pooled),
         peak_host_bytes=max(sum(record.peak_host_bytes for record in step) for rep in every_step for step in rep),
-        losses=tuple(sum(record.loss for record in step) / len(step) for step in every_step[0]),
+        losses=tuple(map(_loss_of, every_step[0])),
     )
+
+
+def _loss_of(step: Sequence[StepRecord]) -> float:
+    """The mean loss of a step's micro-batches, of which ranks may have brought different numbers."""
+    counts = [len(record.losses) for record in step]
+    if len(set(counts)) == 1:
+        return sum(record.loss for record in step) / len(step)
+    return sum(record.loss * count for record, count in zip(step, counts, strict=True)) / sum(counts)
 
 
 def describe_losses(verdict: LossVerdict, num_steps: int) -> str:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_vertical.compat import engine as compat_engine
+from ds_vertical.distributed.step_shares import StepShares
 from ds_vertical.engine.integrations.counted import Counted
 from ds_vertical.engine.train_loop import ModelCall
 from ds_vertical.errors import LoopError
@@ -295,10 +296,11 @@ class Window(Generic[T]):
         """What each micro-step returned."""
         return [step.results[0] for step in self._steps]
 
-    @property
-    def num_sampled(self) -> int:
-        """Micro-batches whose samples count: DeepSpeed counts a full step's for a short one too."""
-        return self.call_model.engine.gradient_accumulation_steps()
+    items: Final = None  # the loop has scaled its losses
+
+    def num_sampled(self, shares: StepShares) -> int:
+        """Micro-batches of all ranks whose samples count: DeepSpeed counts a full step's for a short one too."""
+        return self.call_model.engine.gradient_accumulation_steps() * len(shares.ranks)
 
     @property
     def num_calls(self) -> int:

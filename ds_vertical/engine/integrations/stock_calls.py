@@ -13,13 +13,59 @@ from typing import Final, TypeVar
 
 import torch
 
+from ds_vertical.compat import engine as compat_engine
+from ds_vertical.distributed import ranks
+from ds_vertical.distributed.step_shares import Brought, StepShares
 from ds_vertical.engine.metrics import StepRecorder
-from ds_vertical.engine.train_loop import StockLoop, seeded, shares_weights
+from ds_vertical.engine.train_loop import TrainLoop, seeded, shares_weights
 from ds_vertical.model import batch as micro
 from ds_vertical.model.batch import LossFn
 
 T = TypeVar("T")
 _LOOP: Final = "ds_vertical_stock_calls"  # attribute of an engine that is watched
+
+
+class StockLoop(TrainLoop):
+    """Stock's own forward, backward and step, one micro-batch after the other."""
+
+    def run(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        """One step over the micro-batches; returns their losses.
+
+        Stock has collectives in each micro-batch. So a rank that brings fewer than another one runs its last one again, whose
+        loss counts 0 times.
+        """
+        items = micro.items_of(loss_fn, batches)
+        own = Brought(len(batches), None if items is None else sum(items), self.num_tokens)
+        self.shares = shares = StepShares.of(ranks.numbers_of_all(own.numbers()))
+        weights, count = shares.weights(items), max(shares.counts)
+        idle = count - len(batches)
+        factors = [*(weights or [1.0] * len(batches)), *[0.0] * idle]
+        losses: list[torch.Tensor] = []
+        try:
+            for index, batch in enumerate((*batches, *[batches[-1]] * idle)):
+                last = index == count - 1
+                self.engine.set_gradient_accumulation_boundary(last)
+                losses.append(self._micro_batch(index, batch, factors[index], loss_fn))
+                if last:
+                    self.count_samples(shares.total)
+                self.engine.step()
+        finally:
+            compat_engine.forget_boundary(self.engine)
+        del losses[len(batches) :]
+        self.note_losses(losses, weights)
+        return losses
+
+    def _micro_batch(self, index: int, batch: object, factor: float, loss_fn: LossFn | None) -> torch.Tensor:
+        seed = self.seed_of(index)
+        with contextlib.nullcontext() if seed is None else seeded(seed):
+            loss = micro.loss_of(micro.call_model(self.engine, batch), batch, loss_fn)
+            weighted = loss if factor == 1.0 else loss * factor
+            self.engine.backward(weighted / self.shares.mean_over, scale_wrt_gas=False)
+        return loss.detach()
+
+    def evaluate(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        """Losses of the micro-batches without training."""
+        return [micro.loss_of(micro.call_model(self.engine, batch), batch, loss_fn) for batch in batches]
 
 
 class StockCalls(StockLoop):

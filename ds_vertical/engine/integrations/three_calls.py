@@ -44,6 +44,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_vertical import interrupts
 from ds_vertical.compat import accelerator
 from ds_vertical.compat import engine as compat_engine
+from ds_vertical.distributed.step_shares import StepShares
 from ds_vertical.engine.call_guard import RUNNING, Calls
 from ds_vertical.engine.integrations.micro_steps import SKIPPED_WHOLE, loss_of_outputs
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
@@ -186,10 +187,11 @@ class OpenStep:
         self._num_counted = 0  # calls of engine.step that the engine has counted already
         self._hub = Hub(loop, prediction, self)
 
-    @property
-    def num_sampled(self) -> int:
-        """Micro-batches whose samples count: DeepSpeed counts a full step's for a short one too."""
-        return self._loop.engine.gradient_accumulation_steps()
+    items: Final = None  # the loop has scaled its losses
+
+    def num_sampled(self, shares: StepShares) -> int:
+        """Micro-batches of all ranks whose samples count: DeepSpeed counts a full step's for a short one too."""
+        return self._loop.engine.gradient_accumulation_steps() * len(shares.ranks)
 
     @property
     def place(self) -> str:

@@ -76,7 +76,7 @@ class SelfCheck:
     def _around(self) -> tuple[Unit, ...]:
         return self.layers.outside.units
 
-    def _agreed(self) -> contextlib.AbstractContextManager[None]:
+    def _agreed(self) -> contextlib.AbstractContextManager[object]:
         return self.parts.optimizer.live.agreed("self_check")
 
     def run(self, bodies: Sequence[Body]) -> tuple[str, Exception | None]:

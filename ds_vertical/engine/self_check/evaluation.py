@@ -50,7 +50,7 @@ class EvaluationCheck:
         self._further.note_agreed()
         self._checked |= self._parts.state.unsure
 
-    def _agreed(self) -> contextlib.AbstractContextManager[None]:
+    def _agreed(self) -> contextlib.AbstractContextManager[object]:
         return self._parts.optimizer.live.agreed("self_check")
 
     def _compared(self, bodies: Sequence[Body], evaluate: Evaluate) -> SelfCheckError | None:

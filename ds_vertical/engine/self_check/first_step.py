@@ -87,7 +87,7 @@ class FirstStepCheck:
         if not self._is_done and self._parts.vertical.self_check is not False:
             self.checked_model = None
 
-    def run(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale]) -> None:
+    def run(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> None:
         """Before a step over these micro-batches: see `SelfCheck`. `scale_of`: for a number of micro-batches, what the backward
         of each starts from. Where the check cannot run this model, and nobody has asked for it, a line in the log says so.
         Raises SelfCheckError on every rank."""
@@ -101,7 +101,7 @@ class FirstStepCheck:
             self._check(bodies, scale_of)
         self._is_done, self.checked_model = True, model
 
-    def run_again(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale]) -> None:
+    def run_again(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> None:
         """Before a step over these micro-batches is run again, and learns anew: see [Note: late state]. Collective. Raises as
         `run` does."""
         self._parts.start_over()
@@ -113,10 +113,12 @@ class FirstStepCheck:
         self._further.note_agreed()
         self._is_done, self.checked_model = True, model
 
-    def _check(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale]) -> None:
-        count = min(len(bodies), NUM_MICRO_BATCHES)  # a single one has no other beside it in the steps either
+    def _check(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> None:
+        own = min(len(bodies), NUM_MICRO_BATCHES)  # a single one has no other beside it in the steps either
+        count = own if ranks.world_size() == 1 else ranks.largest_of_all_ranks(own)  # torch's order gathers for each of them
         with preserved(), generators_kept():
-            chosen = [_checked(body) for body in bodies[:count]]
+            chosen = [_checked(body) for body in bodies[:own]]
+        chosen += [chosen[0]] * (count - own)
         self._compare([replace(body, seed=index) for index, body in enumerate(chosen)], scale_of(count))
         self.checked_state |= self._parts.state.unsure
 

@@ -83,9 +83,9 @@ class LiveState:
                 raise
 
     @contextlib.contextmanager
-    def agreed(self, what: str, then: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def agreed(self, what: str, then: Callable[[], None] = lambda: None, num_said: int = 0) -> Iterator[ranks.Said]:
         """As `ranks.all_or_none`. After another rank's failure nothing is done with it that it may not be there for."""
         self.apart = ranks.world_size() > 1
-        with ranks.all_or_none(what, then):
-            yield
+        with ranks.all_or_none(what, then, num_said) as said:
+            yield said
         self.apart = False

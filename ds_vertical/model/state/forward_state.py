@@ -67,7 +67,7 @@ class ForwardState:
         num_decided: Callable[[], int],
         in_turn: bool = False,
         snake: bool = False,
-        agreed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        agreed: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self._num_decided = num_decided
         self._agreed = agreed

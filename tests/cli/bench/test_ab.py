@@ -119,6 +119,15 @@ def test_senseless_set_is_refused_by_name(tmp_path: Path, assignment: str, words
         arms(tmp_path, [assignment])
 
 
+def test_counts_that_a_run_measures_are_refused_and_those_of_a_log_reach_both_arms(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"vertical_schedule\.elastic\.counts: got null, .*; write the log of a run"):
+        arms(tmp_path, ["vertical_schedule.elastic={}"])
+    built = arms(tmp_path, ['vertical_schedule.elastic.counts="run.log"'])
+    assert (
+        built.stock["vertical_schedule"]["elastic"] == built.vertical["vertical_schedule"]["elastic"] == {"counts": "run.log"}
+    )
+
+
 def test_batch_sizes_must_fit_the_ranks(tmp_path: Path) -> None:
     assert arms(tmp_path, ["train_batch_size=4"], num_ranks=2).stock["train_batch_size"] == 4
     with pytest.raises(ConfigError, match=r"got 4, .* 1 ranks is 2"):
@@ -375,6 +384,11 @@ def test_summary_leaves_out_first_steps_sums_bytes_and_takes_the_slowest_rank() 
     assert (summary.read_bytes_per_step, summary.write_bytes_per_step) == (300, 20)
     assert summary.peak_host_bytes == 2 * 1002
     assert summary.losses == (2.5, 2.0, 1.5)
+
+
+def test_a_steps_loss_is_the_mean_of_its_micro_batches_whichever_ranks_bring_them() -> None:
+    few, many = (make_run("stock", 0, [losses] * 2).ranks[0] for losses in ([1.0], [3.0, 3.0, 3.0]))
+    assert summarize_arm([Run("stock", 0, {0: few, 1: many})]).losses == (2.5, 2.5)
 
 
 def test_table_shows_both_arms_and_their_ratio() -> None:

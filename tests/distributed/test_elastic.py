@@ -1,0 +1,143 @@
+"""How many micro-batches each rank is given, by what they have measured and by what a log says; and that no collective of a
+step depends on it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from harness import start_process_group
+
+from ds_vertical.config.section import load_section
+from ds_vertical.distributed.elastic import ComputeMeter, even_counts, fastest_counts, open_elastic, read_counts
+from ds_vertical.distributed.step_shares import Brought, StepShares
+from ds_vertical.errors import ConfigError
+from ds_vertical.schedule.events import EVERYTHING, Event, Op, Outside
+from ds_vertical.schedule.passes import TrainingStep, build_training
+from ds_vertical.schedule.trace import Tracer
+from ds_vertical.types import PRE, SUF, ElasticSettings
+
+# what ranks do together: gathers, hops, reductions, votes at RELEASE, the norm
+TOGETHER = {Op.FETCH, Op.SPREAD, Op.REDUCE, Op.CROSS, Op.RELEASE, Op.NORM}
+STEPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "snake": {"snake": True},
+    "two ahead": {"window": 2},
+    "nothing ahead": {"window": 0},
+    "early": {"early": True, "delayed": True, "ahead": True, "reduces_beside": True},
+    "held": {"hold": EVERYTHING, "reduces_beside": True},
+    "levels": {"copy_share": 0.5, "reduces_beside": True},
+    "two calls": {"calls": 2},
+    "ends fetched": {"outside": Outside(True, apart=(PRE, SUF))},
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_order_of_collectives_is_the_same_for_every_number_of_micro_batches(name: str) -> None:
+    found = []
+    for num_layers, count in itertools.product((1, 4), (1, 2, 3, 8)):
+        schedule = build_training(TrainingStep(num_layers, count, **STEPS[name]))
+        found.append((num_layers, [(e.op, e.layer, e.step_offset) for e in schedule.events if e.op in TOGETHER]))
+    for num_layers in (1, 4):
+        first, *others = [events for layers, events in found if layers == num_layers]
+        assert all(events == first for events in others)
+
+
+def test_counts_are_those_with_which_the_slowest_rank_is_done_soonest() -> None:
+    assert fastest_counts([100, 400], 16, (1, 15)) == (13, 3)
+    assert fastest_counts([100, 400], 16, (4, 15)) == (12, 4)
+    assert fastest_counts([100, 400], 16, (1, 10)) == (10, 6)
+    assert fastest_counts([100, 100, 100], 7, (1, 5)) == (3, 2, 2)
+    assert even_counts(7, 3) == (3, 2, 2)
+    for times in ((3, 7, 11), (5, 5, 90), (1, 2, 3)):
+        best = min(
+            max(count * each for count, each in zip(counts, times, strict=True))
+            for counts in itertools.product(range(1, 11), repeat=3)
+            if sum(counts) == 12
+        )
+        chosen = fastest_counts(times, 12, (1, 10))
+        assert sum(chosen) == 12 and max(count * each for count, each in zip(chosen, times, strict=True)) == best
+
+
+LOG = """
+ds_vertical: elastic: from step 1: micro-batches 4 4
+something else: step 2 of 9, loss 7.1
+ds_vertical: elastic: from step 3: micro-batches 6 2
+[rank0] ds_vertical: elastic: from step 6: micro-batches 7 1
+ds_vertical: elastic: from step 5: micro-batches 4 4
+"""
+
+
+def test_a_log_is_read_line_by_line_and_a_resumed_run_replaces_what_came_later() -> None:
+    assert read_counts(LOG, ElasticSettings(), 4, 2) == {1: (4, 4), 3: (6, 2), 5: (4, 4)}
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "message"),
+    [
+        ("nothing", {}, "no line such as"),
+        (LOG, {"total": 9}, "got micro-batches 4, 4 from step 1 on, which are 8 together, with total 9; write"),
+        (LOG, {"max_micro_batches": 5}, "got micro-batches 6, 2 from step 3 on, with max_micro_batches 5; write"),
+        (LOG, {"min_micro_batches": 3}, "got micro-batches 6, 2 from step 3 on, with min_micro_batches 3; write"),
+        ("elastic: from step 1: micro-batches 4 2 2", {}, "for 3 ranks, in a run of 2; write"),
+    ],
+)
+def test_a_log_of_other_counts_is_refused(text: str, settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=r"vertical_schedule\.elastic\.counts: ") as error:
+        read_counts(text, ElasticSettings(counts="log", **settings), 4, 2)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"elastic": {"min_micro_batches": 3, "max_micro_batches": 2}},
+            "elastic.min_micro_batches: got 3 with max_micro_batches 2",
+        ),
+        ({"elastic": {"min_micro_batches": 0}}, "elastic.min_micro_batches: got 0; need an integer >= 1"),
+        ({"elastic": {"total": "all"}}, 'elastic.total: got "all"; need an integer >= 1, or null'),
+        ({"elastic": {"count": "log"}}, 'elastic.count: unknown key; did you mean "counts"?'),
+        ({"elastic": {}, "order": "horizontal"}, 'elastic: got {} with order "horizontal"'),
+    ],
+)
+def test_a_section_that_makes_no_sense_is_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_section({"vertical_schedule": section})
+    assert f"vertical_schedule.{message}" in str(error.value)
+
+
+def test_one_rank_is_refused() -> None:
+    start_process_group()
+    with pytest.raises(ConfigError, match=r"vertical_schedule\.elastic: got .* with one rank, .*; remove it"):
+        open_elastic(ElasticSettings(), 4)
+    assert open_elastic(None, 4) is None
+
+
+def test_the_most_of_a_rank_is_what_the_least_of_the_others_leaves() -> None:
+    assert ElasticSettings(min_micro_batches=2).most_of(4, 3) == 8
+    assert ElasticSettings(max_micro_batches=5).most_of(4, 3) == 5
+    assert ElasticSettings(total=6, max_micro_batches=5).most_of(4, 3) == 4
+
+
+def test_seconds_of_a_micro_batch_are_those_of_its_events_alone() -> None:
+    meter = ComputeMeter(Tracer())
+    assert meter.take() is None
+    for micro_batch in range(2):
+        for event in (Event(Op.F, 0, micro_batch), Event(Op.HEAD, SUF, micro_batch), Event(Op.B, 0, micro_batch)):
+            meter.span("compute", event, 1.0, 2.0)
+    meter.span("compute", Event(Op.NORM), 0.0, 9.0)
+    assert meter.take() == 3.0 and meter.take() is None
+
+
+def test_losses_count_by_what_all_ranks_bring() -> None:
+    even, uneven = (StepShares(tuple(map(Brought, counts))) for counts in ((4, 4), (3, 1)))
+    assert even.mean_over == 4 and isinstance(even.mean_over, int), "the bits of a division by M"
+    assert uneven.mean_over == 2.0 and uneven.total == 4 and uneven.weights(None) is None
+    weighted = StepShares((Brought(2, 30), Brought(1, 10)))
+    assert weighted.weights([10, 20]) == [0.75, 1.5]
+    assert StepShares.of([each.numbers() for each in weighted.ranks]) == weighted
+    for shares, items in ((StepShares((Brought(1, 5), Brought(1))), [5]), (StepShares((Brought(1, 0), Brought(1, 0))), [0])):
+        with pytest.raises(ValueError, match="num_items"):
+            shares.weights(items)
