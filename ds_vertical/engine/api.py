@@ -285,8 +285,8 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     forecast_of = partial(Forecast, layers, groups, config)
     room = host_room(model.parameters(), resolved.host_memory_bytes)
     resolved = choose_gradient_tier(section, choose_copy_share(resolved, forecast_of, room), forecast_of, room)
-    own = machine_cache.training_report(run_folder(config), several_paths(config)[1:])
-    report = machine_cache.slowest_report(ranks.all_gathered(own))
+    measured = machine_cache.training_report(run_folder(config), several_paths(config)[1:])
+    report = machine_cache.slowest_report(ranks.all_gathered(measured))
     resolved = choose_timing(section, resolved, forecast_of(resolved).paired(room), model, report, room)
     resolved, planner = open_choice(KeepPlanner(forecast := forecast_of(resolved).paired(room), resolved, report, *room))
     needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
@@ -297,9 +297,8 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
         accelerator.log(f"ds_vertical: {line}")
     kept_bytes = backward_bytes(forecast.shape, forecast.terms) if accelerator.is_one_memory() else 0
     budget = HostBudget(host_bytes, kept_bytes, left, planner, forecast.pairs)
-    factory = partial(VerticalEngine, vertical=resolved, layers=layers, folder=run_folder(prepared), budget=budget)
-    factory = partial(factory, elastic=elastic)
-    with compat_engine.substituted_engine(factory):
+    own = {"vertical": resolved, "layers": layers, "folder": run_folder(prepared), "budget": budget, "elastic": elastic}
+    with compat_engine.substituted_engine(partial(VerticalEngine, **own)):
         returned = compat_engine.stock_initialize(config=prepared, **kwargs)
     write_full_weights(returned[0])
     return returned

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
@@ -262,7 +262,7 @@ class Modes:
 _NO_MODES: Final = Modes()
 
 
-def entered(*contexts: contextlib.AbstractContextManager[Any]) -> contextlib.AbstractContextManager[None]:
+def entered(*contexts: contextlib.AbstractContextManager[object]) -> contextlib.AbstractContextManager[None]:
     """Within the block these are on: modes of torch's, hooks for saved tensors.
 
     At its end the thread's are those of before. The ends of `contexts` are not called: each takes off whatever is uppermost by

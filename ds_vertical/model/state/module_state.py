@@ -267,7 +267,7 @@ def global_generators_seeded(seed: int) -> Iterator[None]:
     items = global_generators()
     before = [item.capture() for item in items]
 
-    def install(states: Iterable[Any]) -> None:
+    def install(states: Iterable[Version]) -> None:
         for item, state in zip(items, states, strict=True):
             item.install(state)
 
