@@ -32,8 +32,8 @@ def units_to_copy(events: Sequence[Event], share: float, stay: bool = False) -> 
     counts: Counter[Unit | None] = Counter(event.layer for event in events if _is_fetch(event))
     again: list[Unit] = [unit for unit, count in counts.items() if count > 1 and unit is not None]
     once: list[Unit] = [unit for unit, count in counts.items() if stay and count == 1 and unit is not None]
-    chosen: list[Unit] = [*_last_layers_first(again), *_last_layers_first(once)][: round(share * (len(again) + len(once)))]
-    return in_order(chosen)
+    chosen = _last_layers_first(again) + _last_layers_first(once)
+    return in_order(chosen[: round(share * len(chosen))])
 
 
 def _last_layers_first(units: Sequence[Unit]) -> list[Unit]:

@@ -296,7 +296,10 @@ class Window(Generic[T]):
         """What each micro-step returned."""
         return [step.results[0] for step in self._steps]
 
-    items: Final = None  # the loop has scaled its losses
+    @property
+    def items(self) -> None:
+        """The loop has scaled its losses."""
+        return None
 
     def num_sampled(self, shares: StepShares) -> int:
         """Micro-batches of all ranks whose samples count: DeepSpeed counts a full step's for a short one too."""
