@@ -26,7 +26,8 @@ def run_jobs(folder: Path, num_ranks: int, runs: list[dict[str, Any]]) -> dict[s
     description = folder / "job.json"
     given = [{"counts": counts} | run for run in runs]
     description.write_text(json.dumps({"folder": str(folder / "swap"), "out": str(folder), "runs": given}))
-    start_ranks([sys.executable, str(Path(uneven_worker.__file__)), str(description)], folder, num_ranks=num_ranks)
+    command = [sys.executable, str(Path(uneven_worker.__file__)), str(description)]
+    start_ranks(command, folder, num_ranks=num_ranks, forked=True)
     loaded = {run["name"]: [folder / f"{run['name']}.rank{rank}.pt" for rank in range(num_ranks)] for run in runs}
     return {name: [torch.load(path, weights_only=True) for path in paths] for name, paths in loaded.items()}
 

@@ -164,7 +164,7 @@ def test_ranks_agree_on_the_least_room_and_the_policies_that_all_have() -> None:
 def test_without_an_ssd_everything_is_kept_from_the_second_step_with_stocks_bits(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    batches = token_batches(3, 2, rows=1, shortest=5)
+    batches = token_batches(3, 2, rows=8, shortest=48)  # blocks that compute for longer than a busy core is away
     plain = run_arm(config(tmp_path, count=2), MIXER, batches, vertical=False)
     with running(config(tmp_path, count=2), MIXER, vertical=True) as (engine, model):
         losses = [engine.train_batch(iter(batches[0])).item()]

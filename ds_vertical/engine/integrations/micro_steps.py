@@ -296,10 +296,7 @@ class Window(Generic[T]):
         """What each micro-step returned."""
         return [step.results[0] for step in self._steps]
 
-    @property
-    def items(self) -> None:
-        """The loop has scaled its losses."""
-        return None
+    items: None = None  # the loop has scaled its losses
 
     def num_sampled(self, shares: StepShares) -> int:
         """Micro-batches of all ranks whose samples count: DeepSpeed counts a full step's for a short one too."""

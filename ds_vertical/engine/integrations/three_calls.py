@@ -187,10 +187,7 @@ class OpenStep:
         self._num_counted = 0  # calls of engine.step that the engine has counted already
         self._hub = Hub(loop, prediction, self)
 
-    @property
-    def items(self) -> None:
-        """The loop has scaled its losses."""
-        return None
+    items: None = None  # the loop has scaled its losses
 
     def num_sampled(self, shares: StepShares) -> int:
         """Micro-batches of all ranks whose samples count: DeepSpeed counts a full step's for a short one too."""
