@@ -77,6 +77,7 @@ class ElasticCounts:
         self._log = settings.counts
         self._told: tuple[int, RankCounts] | None = None  # the last step that began, and its counts
         self._asked: int | None = None  # the last step for which seconds were told
+        self._warned = False
         self._meter: ComputeMeter | None = None
         self._measured: deque[int] = deque(maxlen=MEASURED)
 
@@ -121,7 +122,8 @@ class ElasticCounts:
         return median_low(self._measured) if self._measured else 0
 
     def note(self, step: int, shares: StepShares) -> None:
-        """All ranks have told what they have measured ahead of this step: choose the counts behind it."""
+        """All ranks have told what they bring to this step, and have measured ahead of it: choose the counts behind it."""
+        self._warn_of_fewer(step, shares)
         nanoseconds = [each.nanoseconds for each in shares.ranks]
         if not self._measures or not all(nanoseconds):
             return
@@ -130,6 +132,18 @@ class ElasticCounts:
         chosen = fastest_counts(nanoseconds, sum(before), self._bounds)
         if _slowest(before, nanoseconds) > GAIN * _slowest(chosen, nanoseconds):
             self._from_step[step + 1] = chosen
+
+    def _warn_of_fewer(self, step: int, shares: StepShares) -> None:
+        """Once, where an iterator had fewer than the step's counts. One for each step would, and lose what others have left."""
+        if self._warned or shares.counts == self.counts(step):
+            return
+        self._warned = True
+        brought, wanted = (" ".join(map(str, counts)) for counts in (shares.counts, self.counts(step)))
+        accelerator.log(
+            f"ds_vertical: warning: elastic: the ranks bring {brought} micro-batches to step {step}, in place of {wanted}: an"
+            " iterator has ended; give train_batch one iterator for the whole run, since a rank leaves in one for each step"
+            " what is beyond its count"
+        )
 
 
 def _slowest(counts: RankCounts, nanoseconds: Sequence[int]) -> int:

@@ -104,6 +104,17 @@ def test_a_log_that_begins_behind_the_run_is_refused_there() -> None:
         replayed.begin(5)
 
 
+def test_a_line_says_once_that_an_iterator_had_fewer_than_its_rank_was_to_take(capsys: pytest.CaptureFixture[str]) -> None:
+    replayed = by_the_log(LOG)
+    brought = [StepShares(tuple(map(Brought, counts))) for counts in ((6, 2), (4, 2), (3, 2))]
+    told = []
+    for shares in brought:
+        replayed.note(3, shares)
+        told.append(capsys.readouterr().out)
+    assert "the ranks bring 4 2 micro-batches to step 3, in place of 6 2: an iterator has ended; give" in told[1]
+    assert told[0] == told[2] == ""
+
+
 def test_seconds_of_a_step_that_starts_over_do_not_count() -> None:
     start_process_group()
     measuring = ElasticCounts(ElasticSettings(), 8, 7)
