@@ -8,7 +8,8 @@ would then be done GAIN sooner, by what was measured.
 [Note: the record] Rank 0 writes a line to the run's log ahead of the first step of an engine, and of each step whose counts are
 others. `"counts"` names a file with such lines, which may be the log itself; what else stands there is ignored. A line holds
 from its step on, and replaces what lines above it say of later steps: so the log of a run that was resumed, joined to that of
-the run before, says what both did.
+the run before, says what both did. A run that takes its counts from a log says so in its lines, which are no such lines: in the
+same file they would replace what the log says of steps that this run has not come to.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ class ElasticCounts:
         self._measures = replayed is None
         self._from_step: dict[int, RankCounts] = dict(replayed or {})
         self._even = even_counts(total, ranks.world_size())
+        self._log = settings.counts
         self._told: tuple[int, RankCounts] | None = None  # the last step that began, and its counts
+        self._asked: int | None = None  # the last step for which seconds were told
+        self._warned = False
         self._meter: ComputeMeter | None = None
         self._measured: deque[int] = deque(maxlen=MEASURED)
 
@@ -90,22 +94,36 @@ class ElasticCounts:
         return self._from_step[max(earlier)] if earlier else self._even
 
     def begin(self, step: int) -> int:
-        """A step is about to take its micro-batches; returns how many this rank takes. See [Note: the record]."""
+        """A step is about to take its micro-batches; returns how many this rank takes. See [Note: the record]. Raises
+        ConfigError, on all ranks alike, where a log begins behind this step."""
+        self._refuse_earlier(step)
         counts, told = self.counts(step), self._told
         if told is None or told[1] != counts or step not in (told[0], told[0] + 1):
-            accelerator.log(f"ds_vertical: elastic: from step {step}: micro-batches {' '.join(map(str, counts))}")
+            source = "" if self._measures else "by the log, "
+            accelerator.log(f"ds_vertical: elastic: {source}from step {step}: micro-batches {' '.join(map(str, counts))}")
         self._told = step, counts
         return counts[ranks.rank()]
 
-    def nanoseconds(self) -> int:
-        """Of a micro-batch on this rank, by the last steps; 0 where they are not measured. To be asked once in a step."""
+    def _refuse_earlier(self, step: int) -> None:
+        first = min(self._from_step, default=step)
+        if not self._measures and step < first:
+            raise ConfigError(
+                f"{_KEY}.counts: got {json.dumps(self._log)}, whose first counts hold from step {first} on, and this is step"
+                f" {step}; write the log of the run from its start, and behind it those of the runs that resumed it, or null"
+            )
+
+    def nanoseconds(self, step: int) -> int:
+        """Of a micro-batch on this rank, by the steps before this one; 0 where they are not measured. A step that starts over
+        asks again: what has run of it was cut somewhere, and says nothing."""
         seconds = None if self._meter is None else self._meter.take()
-        if seconds is not None:
+        asked, self._asked = self._asked, step
+        if seconds is not None and step != asked:
             self._measured.append(max(1, round(seconds * _GIGA)))
         return median_low(self._measured) if self._measured else 0
 
     def note(self, step: int, shares: StepShares) -> None:
-        """All ranks have told what they have measured ahead of this step: choose the counts behind it."""
+        """All ranks have told what they bring to this step, and have measured ahead of it: choose the counts behind it."""
+        self._warn_of_fewer(step, shares)
         nanoseconds = [each.nanoseconds for each in shares.ranks]
         if not self._measures or not all(nanoseconds):
             return
@@ -114,6 +132,18 @@ class ElasticCounts:
         chosen = fastest_counts(nanoseconds, sum(before), self._bounds)
         if _slowest(before, nanoseconds) > GAIN * _slowest(chosen, nanoseconds):
             self._from_step[step + 1] = chosen
+
+    def _warn_of_fewer(self, step: int, shares: StepShares) -> None:
+        """Once, where an iterator had fewer than the step's counts. One for each step would, and lose what others have left."""
+        if self._warned or shares.counts == self.counts(step):
+            return
+        self._warned = True
+        brought, wanted = (" ".join(map(str, counts)) for counts in (shares.counts, self.counts(step)))
+        accelerator.log(
+            f"ds_vertical: warning: elastic: the ranks bring {brought} micro-batches to step {step}, in place of {wanted}: an"
+            " iterator has ended; give train_batch one iterator for the whole run, since a rank leaves in one for each step"
+            " what is beyond its count"
+        )
 
 
 def _slowest(counts: RankCounts, nanoseconds: Sequence[int]) -> int:

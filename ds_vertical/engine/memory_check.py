@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ds_vertical.compat import accelerator, gradient_norm, pinned_memory, stock_config, swap_buffers, zero_params
+from ds_vertical.config.file import num_micro_batches
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.engine.zero3.chunks import REDUCED_TOGETHER
@@ -152,7 +153,7 @@ class Forecast:
         delay, speculation = resolved.optimizer_delay, resolved.optimizer_speculation
         self.timing = StepTiming(delay, speculation, self._certain, self._json.state_in_files, resolved.on_nonfinite == "stop")
         self.pairs = resolved.order == "vertical"  # otherwise layers take turns
-        self._num_micro_batches = int(config.get("gradient_accumulation_steps") or 1)
+        self._num_micro_batches = num_micro_batches(config, self._shards.num_shards)
         if resolved.elastic is not None:  # a rank may bring more than the JSON has for each
             self._num_micro_batches = resolved.elastic.most_of(self._num_micro_batches, self._shards.num_shards)
         self.micro_batch_size = int(config.get("train_micro_batch_size_per_gpu") or 1)

@@ -357,7 +357,7 @@ class VerticalLoop(TrainLoop):
 
     def _check_ready(self, num_micro_batches: int) -> None:
         """Raise, on every rank, where a step cannot begin on one. Otherwise all know what each brings."""
-        parts, items_of = self._parts, self._counts.items
+        parts, items_of, step = self._parts, self._counts.items, self.engine.global_steps + 1
         items: list[int] | None = None
         with parts.optimizer.live.agreed("train_batch", num_said=NUMBERS) as said:
             parts.params.check_open()
@@ -366,11 +366,11 @@ class VerticalLoop(TrainLoop):
             parts.gradients.refuse_frozen({id(param): name for name, param in parts.module.named_parameters()})
             items = None if items_of is None else items_of()
             num_items = None if items is None else sum(items)
-            nanoseconds = 0 if self.elastic is None else self.elastic.nanoseconds()
+            nanoseconds = 0 if self.elastic is None else self.elastic.nanoseconds(step)
             said.own[:] = Brought(num_micro_batches, num_items, self.num_tokens, nanoseconds).numbers()
         self.shares = StepShares.of(said.of_all)
         if self.elastic is not None:
-            self.elastic.note(self.engine.global_steps + 1, self.shares)
+            self.elastic.note(step, self.shares)
         refuse_unequal(self.shares, parts.vertical.order)
         self._weights = self.shares.weights(items)
 

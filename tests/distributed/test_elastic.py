@@ -10,7 +10,14 @@ import pytest
 from harness import start_process_group
 
 from ds_vertical.config.section import load_section
-from ds_vertical.distributed.elastic import ComputeMeter, even_counts, fastest_counts, open_elastic, read_counts
+from ds_vertical.distributed.elastic import (
+    ComputeMeter,
+    ElasticCounts,
+    even_counts,
+    fastest_counts,
+    open_elastic,
+    read_counts,
+)
 from ds_vertical.distributed.step_shares import Brought, StepShares
 from ds_vertical.errors import ConfigError
 from ds_vertical.schedule.events import EVERYTHING, Event, Op, Outside
@@ -71,6 +78,57 @@ ds_vertical: elastic: from step 5: micro-batches 4 4
 
 def test_a_log_is_read_line_by_line_and_a_resumed_run_replaces_what_came_later() -> None:
     assert read_counts(LOG, ElasticSettings(), 4, 2) == {1: (4, 4), 3: (6, 2), 5: (4, 4)}
+
+
+def by_the_log(text: str) -> ElasticCounts:
+    start_process_group()
+    settings = ElasticSettings(counts="log")
+    return ElasticCounts(settings, 8, 7, read_counts(text, settings, 4, 2))
+
+
+def test_what_a_run_says_that_takes_its_counts_from_a_log_changes_nothing_there(capsys: pytest.CaptureFixture[str]) -> None:
+    replayed = by_the_log(LOG)
+    assert [replayed.begin(step) for step in (1, 2, 3)] == [4, 4, 6]
+    told = capsys.readouterr().out
+    assert "by the log, from step 3: micro-batches 6 2" in told
+    settings = ElasticSettings()
+    assert read_counts(LOG + told, settings, 4, 2) == read_counts(LOG, settings, 4, 2), "step 5 has its line still"
+
+
+def test_a_log_that_begins_behind_the_run_is_refused_there() -> None:
+    replayed = by_the_log("elastic: from step 6: micro-batches 6 2")
+    assert replayed.begin(6) == 6, "a run that was resumed, from its own log"
+    with pytest.raises(
+        ConfigError, match=r'elastic\.counts: got "log", whose first counts hold from step 6 on, .* step 5; write'
+    ):
+        replayed.begin(5)
+
+
+def test_a_line_says_once_that_an_iterator_had_fewer_than_its_rank_was_to_take(capsys: pytest.CaptureFixture[str]) -> None:
+    replayed = by_the_log(LOG)
+    brought = [StepShares(tuple(map(Brought, counts))) for counts in ((6, 2), (4, 2), (3, 2))]
+    told = []
+    for shares in brought:
+        replayed.note(3, shares)
+        told.append(capsys.readouterr().out)
+    assert "the ranks bring 4 2 micro-batches to step 3, in place of 6 2: an iterator has ended; give" in told[1]
+    assert told[0] == told[2] == ""
+
+
+def test_seconds_of_a_step_that_starts_over_do_not_count() -> None:
+    start_process_group()
+    measuring = ElasticCounts(ElasticSettings(), 8, 7)
+    tracer = measuring.metered(Tracer())
+
+    def run(seconds: float) -> None:
+        for event in (Event(Op.F, 0, 0), Event(Op.HEAD, SUF, 0)):
+            tracer.span("compute", event, 0.0, seconds)
+
+    assert measuring.nanoseconds(1) == 0
+    run(0.1)  # and is cut
+    assert measuring.nanoseconds(1) == 0
+    run(2.0)
+    assert measuring.nanoseconds(2) == 4_000_000_000
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,20 @@ def test_memory_that_a_device_locks_is_not_held_against_the_users_limit(
         memory_check.check_memory(forecast, model.parameters(), None)
 
 
+def test_the_budget_counts_the_micro_batches_that_deepspeed_derives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_vertical.engine import memory_check
+    from ds_vertical.model.layers import map_layers
+
+    start_process_group()
+    monkeypatch.setattr(memory_check.distributed_ranks, "world_size", lambda: 2)
+    for section, most in (({}, 32), ({"elastic": {"min_micro_batches": 4}}, 60)):
+        model, config = MixerModel(3, width=1024), base_config(tmp_path, section=section, train_batch_size=64)
+        del config["gradient_accumulation_steps"]
+        resolved = resolve(load_section(config), 0)
+        forecast = memory_check.Forecast(map_layers(model, None), memory_check.groups_of(model, None, None), config, resolved)
+        assert forecast.terms.num_micro_batches == most
+
+
 def test_activations_may_take_what_the_budget_leaves(tmp_path: Path) -> None:
     from ds_vertical.engine import memory_check
     from ds_vertical.model.layers import map_layers
