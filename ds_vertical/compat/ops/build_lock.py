@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HEARTBEAT_S = 5.0
-LOCK_RECHECK_S = 0.5  # torch closes its lock a moment before it removes it: look twice before calling one stale
+LOCK_RECHECK_S = 2.0  # torch closes its lock a moment before it removes it: look twice before calling one stale
 TURN_FILE = "builder.flock"
 
 
