@@ -18,7 +18,7 @@ from pathlib import Path
 
 HEARTBEAT_S = 5.0
 LOCK_RECHECK_S = 2.0  # torch closes its lock a moment before it removes it: look twice before calling one stale
-POLL_S = 0.5
+TURN_POLL_S = 0.5
 TURN_FILE = "builder.flock"
 
 
@@ -73,7 +73,7 @@ def wait_for_lock(lock: Path) -> None:
         if waited >= next_word:
             say(f"waiting for process {holders(lock)}, which compiles {lock.parent.name} ({waited:.0f} s so far)")
             next_word = waited + HEARTBEAT_S
-        time.sleep(POLL_S)
+        time.sleep(TURN_POLL_S)
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ def build_turn(folder: Path) -> Iterator[None]:
                 turn.seek(0)
                 say(f"waiting for the other builder ({turn.read().strip()}) in {folder} ({waited:.0f} s so far)")
                 next_word = waited + HEARTBEAT_S
-            time.sleep(POLL_S)
+            time.sleep(TURN_POLL_S)
         turn.truncate(0)
         turn.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%H:%M:%S')}")
         turn.flush()
