@@ -39,10 +39,19 @@ def holders(path: Path) -> list[int]:
 
 def is_stale(lock: Path) -> bool:
     """Whether torch's `lock` file is there and no process that this user may see holds it open."""
-    if holders(lock):
+    made = _made(lock)
+    if made is None or holders(lock):
         return False
     time.sleep(LOCK_RECHECK_S)
-    return lock.exists() and not holders(lock)
+    return not holders(lock) and _made(lock) == made  # not one that another compile has made since
+
+
+def _made(lock: Path) -> tuple[int, int] | None:
+    """What tells a lock from one that is made later in its place; None where there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        found = lock.stat()
+        return found.st_ino, found.st_ctime_ns
+    return None
 
 
 def builder(folder: Path) -> str | None:

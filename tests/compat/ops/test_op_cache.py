@@ -199,6 +199,20 @@ def test_lock_of_a_dead_compile_is_removed(tmp_path: Path, capsys: pytest.Captur
     assert str(lock) in capsys.readouterr().err
 
 
+def test_lock_that_another_compile_has_made_meanwhile_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that load an op at once have it one after the other; a look may miss each of them."""
+    lock = tmp_path / "op" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+
+    def hand_on(_: float) -> None:
+        lock.rename(lock.with_name("released"))
+        lock.touch()
+
+    monkeypatch.setattr(build_lock.time, "sleep", hand_on)
+    assert not build_lock.clear_stale_lock(lock) and lock.exists()
+
+
 def test_lock_of_a_live_compile_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = tmp_path / "op" / "lock"
     lock.parent.mkdir()
