@@ -22,7 +22,7 @@ def own_loss(finish: Callable[[], torch.Tensor]) -> torch.Tensor:
 def collect(data_iter: Iterator[Any], most: int, device: torch.device) -> list[Any]:
     """Up to `most` micro-batches, their tensors moved to `device`. Raises StopIteration when there is none.
 
-    All are taken before the first is moved. So an interrupt finds the iterator at the step's begin or at its end.
+    All are taken before the first is moved. So an interrupt in code of ours leaves the iterator where a step begins or ends.
     """
     taken = list(islice(data_iter, most))
     if not taken:

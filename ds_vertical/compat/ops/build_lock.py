@@ -18,7 +18,7 @@ from pathlib import Path
 
 HEARTBEAT_S = 5.0
 LOCK_RECHECK_S = 2.0  # torch closes its lock a moment before it removes it: look twice before calling one stale
-TURN_POLL_S = 0.5
+TURN_POLL_S = 0.5  # between two looks of a process that waits for its turn, or for torch's lock
 TURN_FILE = "builder.flock"
 
 
