@@ -15,6 +15,7 @@ import torch
 from rounding import error_bound
 
 from ds_vertical.compat.accelerator import init_distributed
+from ds_vertical.compat.ops import cache
 from ds_vertical.distributed import levels, ranks
 from ds_vertical.distributed.levels import Issued, LevelCollectives, cut_into_chunks, joined_chunks, tree_sum
 from ds_vertical.distributed.quantize import Quantizer
@@ -256,6 +257,7 @@ def another_number_of_ranks_is_refused() -> None:
 
 
 def main() -> None:
+    cache.activate()  # the op of the shared memory is compiled already
     init_distributed(dist_backend="gloo", timeout=LIMIT)
     ranks.start_distributed()
     another_number_of_ranks_is_refused()

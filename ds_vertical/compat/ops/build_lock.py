@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HEARTBEAT_S = 5.0
-LOCK_RECHECK_S = 2.0  # torch closes its lock a moment before it removes it: look twice before calling one stale
+RELEASE_S = 15.0  # torch closes its lock before it removes it, and the removal waits for a busy file system's journal
 TURN_POLL_S = 0.5  # between two looks of a process that waits for its turn, or for torch's lock
 TURN_FILE = "builder.flock"
 
@@ -30,20 +30,27 @@ def say(text: str) -> None:
 def holders(path: Path) -> list[int]:
     """Ids of this machine's processes that hold `path` open, as far as this user may see them."""
     found = []
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # the process ended meanwhile, or belongs to somebody else
-            if link.samefile(path):
-                found.append(int(link.parts[2]))
-    return sorted(set(found))
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has ended since, or belongs to somebody else
+            if any(_is_open_file(link, path) for link in (process / "fd").iterdir()):
+                found.append(int(process.name))
+    return sorted(found)
+
+
+def _is_open_file(link: Path, path: Path) -> bool:
+    with contextlib.suppress(OSError):  # closed since
+        return link.samefile(path)
+    return False
 
 
 def is_stale(lock: Path) -> bool:
-    """Whether torch's `lock` file is there and no process that this user may see holds it open."""
-    made = _made(lock)
-    if made is None or holders(lock):
-        return False
-    time.sleep(LOCK_RECHECK_S)
-    return not holders(lock) and _made(lock) == made  # not one that another compile has made since
+    """Whether torch's `lock` file stays there though no process that this user may see holds it open."""
+    made, end = _made(lock), time.monotonic() + RELEASE_S
+    while made is not None and made == _made(lock) and not holders(lock):  # not one that another compile has made since
+        if time.monotonic() > end:
+            return True
+        time.sleep(min(TURN_POLL_S, RELEASE_S))
+    return False
 
 
 def _made(lock: Path) -> tuple[int, int] | None:

@@ -291,6 +291,7 @@ def test_live_locks_are_told_from_stale_ones(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "own"))
+    monkeypatch.setattr(build_lock, "RELEASE_S", 0.1)
     (nothing,) = installation.compile_locks(Target())
     assert nothing.severity == "ok"
     key = cache.cache_root() / "ds-key"

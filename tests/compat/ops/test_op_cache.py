@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,8 @@ PyMODINIT_FUNC PyInit_tiny() { return PyModule_Create(&tiny); }
 # what a process of a user does: activate, then let DeepSpeed load an op
 LOAD_TINY = """
 import shutil, sys
-from ds_vertical.compat.ops import cache
+from ds_vertical.compat.ops import build_lock, cache
+build_lock.RELEASE_S = 1.0  # no file system is that busy here
 cache.activate()
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
@@ -187,7 +189,10 @@ def hold(lock: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_lock_of_a_dead_compile_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lock_of_a_dead_compile_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build_lock, "RELEASE_S", 0.1)
     lock = tmp_path / "op" / "lock"
     lock.parent.mkdir()
     builder = hold(lock)
@@ -211,6 +216,29 @@ def test_lock_that_another_compile_has_made_meanwhile_is_not_removed(tmp_path: P
 
     monkeypatch.setattr(build_lock.time, "sleep", hand_on)
     assert not build_lock.clear_stale_lock(lock) and lock.exists()
+
+
+def test_lock_whose_compile_has_ended_is_left_to_the_one_that_made_it(tmp_path: Path) -> None:
+    """Between the two calls of a release a process waits for a busy file system, for seconds."""
+    lock = tmp_path / "op" / "lock"
+    lock.parent.mkdir()
+    descriptor = os.open(lock, os.O_CREAT | os.O_EXCL)
+    released: list[object] = []
+
+    def release() -> None:
+        os.close(descriptor)
+        released.append(None)
+        time.sleep(3)
+        lock.unlink()  # raises where somebody else has removed it
+        released.append(None)
+
+    releasing = threading.Thread(target=release)
+    releasing.start()
+    while not released:
+        time.sleep(0.01)
+    assert not build_lock.clear_stale_lock(lock) and not lock.exists()
+    releasing.join()
+    assert len(released) == 2
 
 
 def test_lock_of_a_live_compile_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +268,7 @@ def test_a_lock_stays_while_somebody_compiles_whom_this_host_does_not_see(
     lock = cache.jit_folder() / "op" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
+    monkeypatch.setattr(build_lock, "RELEASE_S", 0.1)
     with build_lock.build_turn(cache.cache_folder()):
         cache.activate()
         assert lock.exists()
