@@ -78,6 +78,8 @@ class VerticalEngine(CallableEngine):
         self.self_check = FirstStepCheck(parts)
         self._loop = VerticalLoop(parts, self.self_check, self.tracer, progress)
         self._loop.elastic = elastic
+        if elastic is not None:
+            elastic.count_engine()
         calls = self.optimizer.calls
         self._three_calls = three = ThreeCalls(
             self._loop, calls, self.self_check, has_heard=lambda: self._stopping.has_heard, snake=vertical.snake
