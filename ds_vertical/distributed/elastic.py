@@ -89,6 +89,21 @@ class ElasticCounts:
         self._meter: ComputeMeter | None = None
         self._measured: deque[int] = deque(maxlen=MEASURED)
 
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the counts are those of a log."""
+        return not self._measures
+
+    @property
+    def most(self) -> int:
+        """The most micro-batches that a rank brings to a step: of a log, or of the bounds."""
+        return self._bounds[1] if self._measures else max(map(max, self._from_step.values()))
+
+    @property
+    def least_most(self) -> int:
+        """The least `max_micro_batches` with which the ranks can bring their total."""
+        return max(self._even)
+
     @staticmethod
     def count_engine() -> None:
         """The engine of these counts has been made: the next one of this process has the next number."""

@@ -19,6 +19,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     moved = {"activations": {"device": "ssd", "share": 0.25}}
     runs: list[dict[str, Any]] = [
         {"name": "several calls", "kind": "several calls", "tier": "nvme", "section": moved},
+        {"name": "kept", "kind": "kept", "tier": "cpu"},
         {"name": "stock calls", "kind": "stock calls", "vertical": False, "tier": "cpu", "section": logged},
         {"name": "stock items", "kind": "stock items", "vertical": False, "tier": "cpu"},
     ]
@@ -47,3 +48,14 @@ def test_items_that_cannot_be_counted_on_one_rank_end_the_stock_arms_step_on_all
         [(kind, text, seconds)] = rank["told"]
         assert kind == ("RuntimeError" if number == 1 else "OtherRankError") and "no items" in text and seconds < 5
         assert rank["then"][0] == "nothing"
+
+
+def test_what_is_kept_is_refused_at_once_where_later_counts_would_not_fit_with_a_bound_that_does(
+    refused: dict[str, Found],
+) -> None:
+    """The same bytes are enough for a run with that bound."""
+    for rank in refused["kept"]:
+        for text in rank["told"]:
+            assert "MemoryBudgetError: vertical_schedule.activations.keep: 6 forwards of this step have kept" in text
+            assert 'write "vertical_schedule.elastic.max_micro_batches": 4 (now 5) with null, or the log of a run' in text
+        assert rank["steps"] == 0 and rank["then"] == ["", ""]

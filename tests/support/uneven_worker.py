@@ -12,15 +12,20 @@ import io
 import json
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # run as a script, so this folder is first on the path
 import harness
 import torch
 from rank_worker import VOCAB, OddModel, hear, poison
+
+from ds_vertical.distributed import ranks
+from ds_vertical.io import host
+from ds_vertical.types import Tier
 
 COUNTS: dict[int, list[tuple[int, ...]]] = {  # by ranks: per step, the micro-batches of each rank
     1: [(4,), (4,), (2,)],
@@ -242,6 +247,41 @@ def stock_items(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         return {"told": [told], "then": hear(lambda: engine.train_batch(iter(step), TokenLoss()))}
 
 
+def kept(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """All is kept, in a run whose counts grow from 3 to 5 on rank 0, and there is room for 4.5 micro-batches: what the first
+    step says, and two steps of a run with a log that goes to 4."""
+    resident, batch = 1 << 30, job.batches(rank)[0][:1]
+
+    def run(name: str, counts: tuple[str, str], host_bytes: int, **written: Any) -> Any:
+        log = folder.parent / f"{name}.log"
+        if rank == 0:
+            log.write_text("\n".join(f"elastic: from step {i + 1}: micro-batches {each}" for i, each in enumerate(counts)))
+        elastic = {"counts": str(log), **written}
+        section = {"elastic": elastic, "activations": {"keep": "everything"}, "host_memory_bytes": host_bytes}
+        return harness.running(replace(job, section=section).config(folder), build, vertical=True)
+
+    def step(engine: Any) -> str:
+        try:
+            engine.train_batch(iter(batch * 5))
+        except (RuntimeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    with mock.patch.object(host, "resident_bytes", lambda: resident):
+        plenty = 8 << 30
+        with run("growing", ("3 3", "5 1"), plenty) as (engine, _):
+            step(engine)
+            own = engine._keeping.store.resting[Tier.DEVICE][1] / 3, engine._keeping._left
+        of_one, left = max(ranks.all_gathered(own)), min(each for _, each in ranks.all_gathered(own))
+        enough = plenty - 2 * (left - round(4.5 * of_one[0]))  # of two ranks
+        with run("growing", ("3 3", "5 1"), enough) as (engine, _):
+            told = [step(engine), step(engine)]
+            steps = engine.global_steps
+        with run("bounded", ("3 3", "4 2"), enough, max_micro_batches=4) as (engine, _):
+            then = [step(engine), step(engine)]
+    return {"told": told, "steps": steps, "then": then}
+
+
 def told(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     """What `initialize` says to this section."""
     try:
@@ -261,6 +301,7 @@ KINDS = {
     "elastic": elastic,
     "told": told,
     "by calls": by_calls,
+    "kept": kept,
     "several calls": several_calls,
     "stock calls": stock_calls,
     "stock items": stock_items,

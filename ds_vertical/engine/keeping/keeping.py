@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
+from ds_vertical.distributed.elastic import ElasticCounts
 from ds_vertical.engine.handlers import ScheduleRunner
 from ds_vertical.engine.keeping.measured import EventTimes, measured_step, nothing_measured
 from ds_vertical.engine.keeping.planner import KeepChoice, KeepPlanner
@@ -16,8 +18,8 @@ from ds_vertical.io.files import free_bytes
 from ds_vertical.model.kept.kinds import KeptKinds
 from ds_vertical.model.kept.probe import Probe
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.offload.kept_store import ONE_CELL_REMEDY, KeptStore
-from ds_vertical.planner.kept_activations import kept_cells, num_cells
+from ds_vertical.offload.kept_store import ONE_CELL_REMEDY, Growth, KeptStore
+from ds_vertical.planner.kept_activations import ON_DEVICE, kept_cells, num_cells
 from ds_vertical.planner.run_record import KeptRecord
 from ds_vertical.schedule.events import Cell
 from ds_vertical.schedule.trace import Tracer
@@ -34,6 +36,7 @@ class _Measuring:
     probe: Probe
     times: EventTimes | None
     tracer: Tracer | None
+    num_micro_batches: int
 
 
 class RunKeeping:
@@ -91,14 +94,14 @@ class RunKeeping:
             runner.kinds = runner.kept = self._ran = None
             return ()
         if self._planner is not None:
-            self._measure(runner)
+            self._measure(runner, num_micro_batches)
         one_memory, count = accelerator.is_one_memory(), self._layers.num_layers
         cells = kept_cells(count, num_micro_batches, self.settings.kept_shares, one_memory)
         if self._kinds is not None:
             self._kinds.cells = None if len(cells) == num_cells(count, num_micro_batches) else frozenset(cells)
         away = {cell: tier for cell, tier in cells.items() if tier is not Tier.DEVICE}
         if self.store is not None:
-            self.store.open_step(away)
+            self.store.open_step(away, num_cells(count, num_micro_batches))
         return tuple(away) if self.store is not None else ()
 
     def close_step(self, runner: ScheduleRunner, num_calls: int) -> None:
@@ -112,6 +115,7 @@ class RunKeeping:
             own = nothing_measured(f"the code of a micro-batch calls the model {num_calls} times", self._room())
         else:
             own = measured_step(measuring.probe, measuring.times, self._layers, self._room())
+            own = replace(own, num_micro_batches=measuring.num_micro_batches)
         self._take(planner.choose(own))
 
     def abandon(self) -> None:
@@ -126,11 +130,11 @@ class RunKeeping:
 
     # ---- the choice
 
-    def _measure(self, runner: ScheduleRunner) -> None:
+    def _measure(self, runner: ScheduleRunner, num_micro_batches: int) -> None:
         """Let the step that begins be measured."""
         tracer = runner.tracer
         times = EventTimes(tracer or Tracer()) if accelerator.is_one_memory() else None
-        self._measuring = _Measuring(Probe(accelerator.synchronize), times, tracer)
+        self._measuring = _Measuring(Probe(accelerator.synchronize), times, tracer, num_micro_batches)
         runner.probe, runner.tracer = self._measuring.probe, times or tracer
 
     def _stop_measuring(self, runner: ScheduleRunner) -> None:
@@ -174,6 +178,18 @@ def describe_keeping(settings: ActivationSettings) -> str:
     """The policy, and of the cells (one layer of one micro-batch each) the shares in each tier."""
     shares = [f"{share:.0%} of the cells on {tier}" for tier, share in settings.kept_shares.items() if share]
     return f'activations.keep = "{settings.keep or "none"}"' + (f", {', '.join(shares)}" if shares else "")
+
+
+def growth(elastic: ElasticCounts, num_layers: int, limit: int, settings: ActivationSettings) -> Growth:
+    """What the counts let a rank keep by these settings. `limit`: bytes of host memory for it, on the rank that has fewest."""
+    one_memory = accelerator.is_one_memory()
+    resting = Tier.DEVICE if one_memory else Tier.HOST
+
+    def cells(num_micro_batches: int) -> int:
+        tiers = Counter(kept_cells(num_layers, num_micro_batches, settings.kept_shares, one_memory).values())
+        return tiers[resting] + (ON_DEVICE if one_memory and len(tiers) > (Tier.DEVICE in tiers) else 0)
+
+    return Growth(elastic.most, elastic.least_most, limit, cells, elastic.is_replayed)
 
 
 def check_room(settings: ActivationSettings, needed: int, left: int) -> None:
