@@ -19,7 +19,8 @@ from ds_vertical.distributed import ranks
 from ds_vertical.distributed.elastic import ElasticCounts
 from ds_vertical.distributed.unit_levels import UnitLevels
 from ds_vertical.engine.handlers import LossScale, ScheduleRunner
-from ds_vertical.engine.keeping.keeping import RunKeeping, describe_keeping, growth
+from ds_vertical.engine.keeping.growth import PassingBytes, growth
+from ds_vertical.engine.keeping.keeping import RunKeeping, describe_keeping
 from ds_vertical.engine.keeping.planner import KeepPlanner
 from ds_vertical.engine.signals import Stopping
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
@@ -218,17 +219,19 @@ class Assembly:
     ) -> RunKeeping:
         """What the steps keep of forwards. `planner`: chooses that, where the JSON leaves it open. The others: see
         `open_activations`; what the store of activations has in host memory counts against the limit, too. Collective."""
-        growth_of = None
-        if self.elastic is not None:
-            growth_of = partial(growth, self.elastic, self.layers.num_layers, -ranks.largest_of_all_ranks(-host_limit))
+        elastic, num_layers = self.elastic, self.layers.num_layers
+        limit = host_limit if elastic is None else -ranks.largest_of_all_ranks(-host_limit)
 
         def open_store(settings: ActivationSettings, gives_up: bool) -> KeptStore | None:
             store = self._open_kept(settings, gives_up, (folder, host_limit), activations)
-            if store is not None and growth_of is not None and not gives_up:
-                store.growth = growth_of(settings)
+            if store is not None and elastic is not None and not gives_up:
+                store.growth = growth(elastic, num_layers, limit, settings)
             return store
 
-        return RunKeeping(self.vertical, self.layers, planner, open_store, (folder, host_limit))
+        keeping = RunKeeping(self.vertical, self.layers, planner, open_store, (folder, host_limit))
+        if elastic is not None and accelerator.is_one_memory() and activations is None:
+            keeping.passing = PassingBytes(elastic, num_layers, limit)
+        return keeping
 
     def _open_kept(
         self,

@@ -107,6 +107,7 @@ class KeptStore:
         self.device_limit = device_limit
         self.gives_up = gives_up
         self._policy = policy
+        self.listener: Callable[[Cell, BoundaryTensors], None] | None = None  # hears of each cell's forward
         self.growth: Growth | None = None  # None: all steps have as many micro-batches as the first one
         self.most_bytes = 0  # of one cell, so far
         self._most_moved = 0  # likewise, in whole pages
@@ -146,6 +147,8 @@ class KeptStore:
         self.most_bytes = max(self.most_bytes, kept)
         if kept:
             self._place(cell, kept, boundary)
+        if self.listener is not None:
+            self.listener(cell, boundary)
         if self.growth is not None:
             self.growth.note(kept, self.remedy)
 

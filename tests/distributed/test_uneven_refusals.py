@@ -19,7 +19,6 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     moved = {"activations": {"device": "ssd", "share": 0.25}}
     runs: list[dict[str, Any]] = [
         {"name": "several calls", "kind": "several calls", "tier": "nvme", "section": moved},
-        {"name": "kept", "kind": "kept", "tier": "cpu"},
         {"name": "stock calls", "kind": "stock calls", "vertical": False, "tier": "cpu", "section": logged},
         {"name": "stock items", "kind": "stock items", "vertical": False, "tier": "cpu"},
     ]
@@ -50,12 +49,31 @@ def test_items_that_cannot_be_counted_on_one_rank_end_the_stock_arms_step_on_all
         assert rank["then"][0] == "nothing"
 
 
-def test_what_is_kept_is_refused_at_once_where_later_counts_would_not_fit_with_a_bound_that_does(
-    refused: dict[str, Found],
-) -> None:
+@pytest.fixture(scope="module")
+def sized(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_jobs(tmp_path_factory.mktemp("sized"), 2, [{"name": "kept", "kind": "kept", "tier": "cpu"}])["kept"]
+
+
+@pytest.mark.slow
+def test_what_is_kept_is_refused_at_once_where_later_counts_would_not_fit_with_a_bound_that_does(sized: Found) -> None:
     """The same bytes are enough for a run with that bound."""
-    for rank in refused["kept"]:
-        for text in rank["told"]:
+    for rank in sized:
+        told, _, steps = rank["everything 5"]
+        assert steps == 0 and len(told) == 2
+        for text in told:
             assert "MemoryBudgetError: vertical_schedule.activations.keep: 6 forwards of this step have kept" in text
             assert 'write "vertical_schedule.elastic.max_micro_batches": 4 (now 5) with null, or the log of a run' in text
-        assert rank["steps"] == 0 and rank["then"] == ["", ""]
+        told, _, steps = rank["everything 4"]
+        assert told == [] and steps == 2
+
+
+@pytest.mark.slow
+def test_what_passes_between_layers_is_measured_and_a_bound_is_told_with_which_it_fits(sized: Found) -> None:
+    """The memory table counts none of it."""
+    for keep, most in (("none", 5), ("none", 4)):
+        for number, rank in enumerate(sized):
+            told, log, steps = rank[f"{keep} {most}"]
+            assert told == [] and steps == 2
+            warned = "a rank may be given 5, and the memory budget (see the start) leaves" in log
+            assert warned == (number == 0 and most == 5)
+            assert ('write "vertical_schedule.elastic.max_micro_batches": 4 (now 5)' in log) == warned, log

@@ -12,6 +12,7 @@ import io
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from unittest import mock
 # run as a script, so this folder is first on the path
 import harness
 import torch
-from rank_worker import VOCAB, OddModel, hear, poison
+from rank_worker import SIZES, VOCAB, OddModel, hear, poison
 
 from ds_vertical.distributed import ranks
 from ds_vertical.io import host
@@ -248,38 +249,38 @@ def stock_items(job: Job, folder: Path, rank: int) -> dict[str, Any]:
 
 
 def kept(job: Job, folder: Path, rank: int) -> dict[str, Any]:
-    """All is kept, in a run whose counts grow from 3 to 5 on rank 0, and there is room for 4.5 micro-batches: what the first
-    step says, and two steps of a run with a log that goes to 4."""
-    resident, batch = 1 << 30, job.batches(rank)[0][:1]
+    """Two steps of runs whose counts grow from 3 to 5 on rank 0, or to 4, where there is room for 4.5 micro-batches: of what
+    is kept, and of what passes between layers where nothing is. What each step says, what the engine does, and how many steps
+    there were."""
+    batch, plenty, said = job.batches(rank)[0][:1], 8 << 30, dict[str, Any]()
 
-    def run(name: str, counts: tuple[str, str], host_bytes: int, **written: Any) -> Any:
-        log = folder.parent / f"{name}.log"
-        if rank == 0:
-            log.write_text("\n".join(f"elastic: from step {i + 1}: micro-batches {each}" for i, each in enumerate(counts)))
-        elastic = {"counts": str(log), **written}
-        section = {"elastic": elastic, "activations": {"keep": "everything"}, "host_memory_bytes": host_bytes}
-        return harness.running(replace(job, section=section).config(folder), build, vertical=True)
+    @contextlib.contextmanager
+    def running(keep: str, most: int, host_bytes: int) -> Iterator[tuple[Any, list[str]]]:
+        log, out = folder.parent / f"{keep} {most}.log", io.StringIO()
+        log.write_text(f"elastic: from step 1: micro-batches 3 3\nelastic: from step 2: micro-batches {most} {6 - most}")
+        elastic = {"counts": str(log)} | ({} if most == 5 else {"max_micro_batches": most})
+        section = {"elastic": elastic, "activations": {"keep": keep}, "host_memory_bytes": host_bytes}
+        told: list[str] = []
+        made = replace(job, section=section).config(folder)
+        with contextlib.redirect_stdout(out), harness.running(made, build, vertical=True) as (engine, _):
+            yield engine, told
+            for _ in range(2):
+                try:
+                    engine.train_batch(iter(batch * 5))
+                except (RuntimeError, ValueError) as error:
+                    told.append(f"{type(error).__name__}: {error}")
+            said[f"{keep} {most}"] = told, out.getvalue(), engine.global_steps
 
-    def step(engine: Any) -> str:
-        try:
-            engine.train_batch(iter(batch * 5))
-        except (RuntimeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    with mock.patch.object(host, "resident_bytes", lambda: resident):
-        plenty = 8 << 30
-        with run("growing", ("3 3", "5 1"), plenty) as (engine, _):
-            step(engine)
-            own = engine._keeping.store.resting[Tier.DEVICE][1] / 3, engine._keeping._left
-        of_one, left = max(ranks.all_gathered(own)), min(each for _, each in ranks.all_gathered(own))
-        enough = plenty - 2 * (left - round(4.5 * of_one[0]))  # of two ranks
-        with run("growing", ("3 3", "5 1"), enough) as (engine, _):
-            told = [step(engine), step(engine)]
-            steps = engine.global_steps
-        with run("bounded", ("3 3", "4 2"), enough, max_micro_batches=4) as (engine, _):
-            then = [step(engine), step(engine)]
-    return {"told": told, "steps": steps, "then": then}
+    with mock.patch.object(host, "resident_bytes", lambda: 1 << 30):
+        with running("everything", 4, plenty) as (engine, _):
+            left = min(ranks.all_gathered(engine._keeping._left))
+        of_one = engine._keeping.store.resting[Tier.DEVICE][1] // engine._loop.shares.counts[rank]
+        room = {"everything": max(ranks.all_gathered(of_one)), "none": 3 * 4 * SIZES["bf16"][1] * batch[0]["input_ids"].numel()}
+        for keep, most in (("everything", 5), ("everything", 4), ("none", 5), ("none", 4)):
+            enough = plenty - 2 * (left - round(4.5 * max(ranks.all_gathered(room[keep]))))  # of two ranks
+            with running(keep, most, enough):
+                pass
+    return said
 
 
 def told(job: Job, folder: Path, rank: int) -> dict[str, Any]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
-from ds_vertical.distributed.elastic import ElasticCounts
 from ds_vertical.engine.handlers import ScheduleRunner
+from ds_vertical.engine.keeping.growth import PassingBytes
 from ds_vertical.engine.keeping.measured import EventTimes, measured_step, nothing_measured
 from ds_vertical.engine.keeping.planner import KeepChoice, KeepPlanner
 from ds_vertical.errors import LoopError, MemoryBudgetError
@@ -18,8 +17,8 @@ from ds_vertical.io.files import free_bytes
 from ds_vertical.model.kept.kinds import KeptKinds
 from ds_vertical.model.kept.probe import Probe
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.offload.kept_store import ONE_CELL_REMEDY, Growth, KeptStore
-from ds_vertical.planner.kept_activations import ON_DEVICE, kept_cells, num_cells
+from ds_vertical.offload.kept_store import ONE_CELL_REMEDY, KeptStore
+from ds_vertical.planner.kept_activations import kept_cells, num_cells
 from ds_vertical.planner.run_record import KeptRecord
 from ds_vertical.schedule.events import Cell
 from ds_vertical.schedule.trace import Tracer
@@ -44,7 +43,7 @@ class RunKeeping:
 
     `planner`: chooses where the JSON leaves it open; None: there is nothing to choose. `open_store`: makes the store for some
     settings, and is told whether cells give up where there is no room. `place`: the run's folder on SSD, and the bytes of host
-    memory that the budget leaves for activations.
+    memory that the budget leaves for activations. `passing`: measures the first step of a run with `elastic`, if set.
     """
 
     def __init__(
@@ -63,6 +62,7 @@ class RunKeeping:
         self._open_store = open_store
         self._folder, self._left = place
         self._kinds = _kinds_of(self.settings)
+        self.passing: PassingBytes | None = None
         self._measuring: _Measuring | None = None
         self._ran: tuple[ActivationSettings, KeptStore | None] | None = None  # of the step under way, or of the last one
 
@@ -90,6 +90,8 @@ class RunKeeping:
         self._stop_measuring(runner)  # of a step that starts over
         runner.kinds, runner.kept = self._kinds, self.store
         self._ran = self.settings, self.store
+        if self.passing is not None:
+            runner.kept = self.passing.heard_by(self.store)
         if self.is_chosen and num_calls > 1:
             runner.kinds = runner.kept = self._ran = None
             return ()
@@ -106,6 +108,9 @@ class RunKeeping:
 
     def close_step(self, runner: ScheduleRunner, num_calls: int) -> None:
         """A step has run: choose what the next ones keep, where that is due. Collective there."""
+        if self.passing is not None:
+            self.passing.tell(self.store)
+            self.passing = None
         planner, measuring = self._planner, self._measuring
         if planner is None:
             return
@@ -178,18 +183,6 @@ def describe_keeping(settings: ActivationSettings) -> str:
     """The policy, and of the cells (one layer of one micro-batch each) the shares in each tier."""
     shares = [f"{share:.0%} of the cells on {tier}" for tier, share in settings.kept_shares.items() if share]
     return f'activations.keep = "{settings.keep or "none"}"' + (f", {', '.join(shares)}" if shares else "")
-
-
-def growth(elastic: ElasticCounts, num_layers: int, limit: int, settings: ActivationSettings) -> Growth:
-    """What the counts let a rank keep by these settings. `limit`: bytes of host memory for it, on the rank that has fewest."""
-    one_memory = accelerator.is_one_memory()
-    resting = Tier.DEVICE if one_memory else Tier.HOST
-
-    def cells(num_micro_batches: int) -> int:
-        tiers = Counter(kept_cells(num_layers, num_micro_batches, settings.kept_shares, one_memory).values())
-        return tiers[resting] + (ON_DEVICE if one_memory and len(tiers) > (Tier.DEVICE in tiers) else 0)
-
-    return Growth(elastic.most, elastic.least_most, limit, cells, elastic.is_replayed)
 
 
 def check_room(settings: ActivationSettings, needed: int, left: int) -> None:
