@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_owners import digest, write_lock
+from run_owners import digest, mark_parts, write_lock
 
 from ds_vertical.cli import clean
+from ds_vertical.engine.checkpoint import parts
 from ds_vertical.errors import StorageError
 from ds_vertical.io import files as io_files
 from ds_vertical.io.runs import run_dir, run_dirs
@@ -73,6 +74,23 @@ def test_a_copy_of_a_run_under_another_name_is_not_the_runs(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
+@pytest.mark.parametrize("name", ["copy", "step5.0badf00d", "step6.0badcafe"])
+def test_a_folder_of_parts_whose_name_its_mark_does_not_repeat_is_never_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    home = tmp_path / parts.PARTS_FOLDER / name
+    (home / "rank0").mkdir(parents=True)
+    (home / "rank0" / "weight3.ssd1.bin").write_bytes(b"somebody's copy")
+    mark_parts(home, tmp_path / "saved" / "step5", "0badcafe")
+    before = digest(home)
+    assert clean.main(["--path", str(tmp_path), "--json", "--remove", name]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["parts"], told["not_found"]) == ([], [name])
+    with pytest.raises(OSError, match="no mark in it says that it holds parts"):
+        parts.remove_parts(home)
+    assert digest(home) == before
+
+
 def test_a_lock_of_another_program_in_a_runs_folder_is_not_taken_over(tmp_path: Path) -> None:
     (write_lock(tmp_path / "run1", host="node7") / "rank1.lock").write_text(ANOTHER_PROGRAMS)
     with pytest.raises(StorageError, match=r"rank1.lock: claim: no lock of ours, by what is in it"):
@@ -89,9 +107,10 @@ class Place:
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True)
         self.root, self.run, self.outside = root, root / RUN, root / "outside"
-        for folder in (self.outside, self.outside / "zero", self.outside / "zero" / "rank0"):
+        self.home = root / parts.PARTS_FOLDER / "step5.0badcafe"
+        for folder in (self.outside, self.outside / "zero", self.outside / "zero" / "rank0", self.outside / "rank0"):
             folder.mkdir()
-            for name in ("state.swp", "thesis.tex", "rank0.lock"):
+            for name in ("state.swp", "thesis.tex", "rank0.lock", "weight3.ssd1.bin"):
                 (folder / name).write_text(f"mine, in {folder.name}")
         shutil.copytree(self.outside, root / "theirs")
         self.before = digest(self.outside)
@@ -121,10 +140,17 @@ class Place:
         self.fill(self.run)
         return lambda: (io_files.make_run_private(self.run), io_files.remove_files([self.run / "zero" / "rank0" / "state.swp"]))
 
+    def parts(self) -> Callable[[], Any]:
+        (self.home / "rank0").mkdir(parents=True)
+        (self.home / "rank0" / "weight3.ssd1.bin").write_bytes(b"x" * 100)
+        mark_parts(self.home, self.root / "step5", "0badcafe")
+        return lambda: parts.remove_parts(self.home)
+
     def harmed(self) -> bool:
-        kept = [folder for folder in (self.outside, self.root / "theirs", self.run) if (folder / "thesis.tex").exists()]
+        kept = [folder for folder in (self.outside, self.root / "theirs", self.run, self.home) if (folder / "thesis.tex").exists()]
         modes = {stat.S_IMODE(path.stat().st_mode) for folder in kept for path in (folder, *folder.rglob("*")) if path.is_dir()}
-        return digest(self.outside) != self.before or len(kept) < 2 or modes != {0o755}
+        changed = [folder for folder in (self.outside, *kept) if digest(folder) != self.before]
+        return bool(changed) or len(kept) < 2 or modes != {0o755}
 
     # what a neighbour may do
 
@@ -135,6 +161,14 @@ class Place:
     def replace_run(self) -> None:
         self.run.rename(self.root / "moved")
         (self.root / "theirs").rename(self.run)
+
+    def link_home(self) -> None:
+        self.home.rename(self.root / "moved")
+        self.home.symlink_to(self.outside)
+
+    def replace_home(self) -> None:
+        self.home.rename(self.root / "moved")
+        (self.root / "theirs").rename(self.home)
 
     def link_zero(self) -> None:
         (self.run / "zero").rename(self.root / "moved")
@@ -180,6 +214,8 @@ def acted_at(number: int, place: Place, prepare: str, neighbour: str) -> bool:
     [
         ("dead", "link_run"),
         ("own", "replace_run"),
+        ("parts", "link_home"),
+        ("parts", "replace_home"),
         *(
             pytest.param(prepare, neighbour, marks=slow)
             for prepare in ("dead", "own", "files")
