@@ -258,7 +258,8 @@ def loads(folder: Path, kind: str, count: int | None) -> None:
     finally:
         _dispose(engine)
     reached = sum(bool(cut.done) for cut in cuts)
-    print(f"load, {kind}: {len(cuts)} cuts, {reached} reached: {whole - len(wrong)} right, {made - 1} marked torn, {len(wrong)} wrong")
+    counts = f"{whole - len(wrong)} right, {made - 1} marked torn, {len(wrong)} wrong"
+    print(f"load, {kind}: {len(cuts)} cuts, {reached} reached: {counts}")
     assert not wrong, "\n".join(wrong)
     check_reached("load", found, cuts)
 

@@ -1,5 +1,5 @@
-"""The folder that `ds-vertical ab --out` writes to, which may hold others' files: what an `ab` deletes there or writes over, one
-has marked.
+"""The folder that `ds-vertical ab --out` writes to, which may hold others' files: an `ab` deletes there, or writes over, only
+what one has marked.
 
 The folder has a file MARK with a random id, and so has each folder that an `ab` makes in it. Names say nothing: a
 `stock.0.metrics` may be anybody's. Marks are read, and folders deleted, through one descriptor.

@@ -30,7 +30,10 @@ FOLDERS = ("stock.0.metrics", "vertical.3.trace")
 FILES = ("ab.json", "vertical.json", "stock.0.log")
 
 
-@pytest.mark.parametrize(("name", "marked"), [*((name, False) for name in (*FOLDERS, *FILES)), *((name, True) for name in FOLDERS)])
+PLACES = [*((name, False) for name in (*FOLDERS, *FILES)), *((name, True) for name in FOLDERS)]
+
+
+@pytest.mark.parametrize(("name", "marked"), PLACES)
 def test_others_files_are_neither_deleted_nor_written_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, marked: bool
 ) -> None:
