@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cut_first import FirstTrials, in_check, in_step, sites_of_check
-from cut_kinds import BUILD, FIRST, KINDS, SECTION, STEPS, evaluate, make
+from cut_kinds import BUILD, FIRST, KINDS, SECTION, STEPS, evaluate, make, three_calls
 from cutting import Cut, Reference, Site, Trials, chosen, recorded, reference_of, surroundings
 from harness import base_config, contents, differing, dispose, read_weights, running, small_buffers
 
@@ -130,8 +130,8 @@ def test_a_first_step_that_is_cut_everywhere(tmp_path: Path, kind: str) -> None:
 # ---- what is no step
 
 
-def save(engine: Any, folder: Path) -> None:
-    engine.save_checkpoint(str(folder), tag=f"step{engine.global_steps}")
+def save(engine: Any, folder: Path, **options: Any) -> None:
+    engine.save_checkpoint(str(folder), tag=f"step{engine.global_steps}", **options)
 
 
 def weights(engine: Any, folder: Path) -> None:
@@ -149,6 +149,8 @@ def action_of(name: str, folder: Path) -> Callable[[Any], object]:
     actions: dict[str, Callable[[Any], object]] = {
         "evaluate": evaluate,
         "save": partial(save, folder=folder / "saved"),
+        "portable": partial(save, folder=folder / "saved", portable=True),
+        "three calls": three_calls,
         "weights": partial(weights, folder=folder / "weights"),
         "flush": lambda engine: engine.flush(),
         "read": lambda engine: read_weights(engine.module),
@@ -164,7 +166,7 @@ def sites_of_call(name: str, kind: str) -> frozenset[Site]:
 
 BETWEEN = ("early", "delayed", "memory")
 # boundaries that a call passes at least, in any of these kinds
-LEAST = {"evaluate": 600, "save": 300, "weights": 60, "flush": 60, "read": 60, "load": 250}
+LEAST = {"evaluate": 600, "save": 300, "portable": 250, "three calls": 600, "weights": 60, "flush": 60, "read": 60, "load": 250}
 
 
 def check_reached(name: str, found: Counter[Site], cuts: Sequence[Cut]) -> None:
@@ -188,14 +190,14 @@ def between_steps(folder: Path, kind: str, name: str, count: int | None) -> None
     assert count or len(trials.torn) < 0.35 * len(cuts), "\n".join(trials.torn)
 
 
-@pytest.mark.parametrize("name", ["evaluate", "save"])
+@pytest.mark.parametrize("name", ["evaluate", "save", "three calls"])
 def test_a_call_between_steps_that_is_cut_anywhere(tmp_path: Path, name: str) -> None:
     between_steps(tmp_path, "delayed", name, 5)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ["evaluate", "save", "weights", "flush", "read"])
+@pytest.mark.parametrize("name", ["evaluate", "save", "portable", "three calls", "weights", "flush", "read"])
 @pytest.mark.parametrize("kind", BETWEEN)
 def test_a_call_between_steps_that_is_cut_everywhere(tmp_path: Path, kind: str, name: str) -> None:
     between_steps(tmp_path, kind, name, None)
