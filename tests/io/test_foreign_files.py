@@ -138,7 +138,6 @@ def acted_at(number: int, place: Place, prepare: str, neighbour: str) -> bool:
     [
         ("dead", "link_run"),
         ("own", "replace_run"),
-        ("cleaned", "replace_run"),
         ("grown", "link_rank"),
         ("aside", "link_rank"),
         ("parts", "link_home"),

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ds_vertical.cli.bench import disk_limit, efficiency, host_speed_server, out_folder
+from ds_vertical.cli import ab_folder
+from ds_vertical.cli.bench import disk_limit, efficiency, host_speed_server
 from ds_vertical.cli.bench.arms import Arms, build_arms, ssd_folders
 from ds_vertical.cli.bench.comparison import (
     ArmSummary,
@@ -141,7 +142,7 @@ def parse(arguments: Sequence[str]) -> AbPlan:
         raise ConfigError(f"{disk_limit.OPTION}: {options.config} keeps nothing on SSD (no nvme_path); leave the option out")
     for nvme_path in ssd_folders(arms.vertical) if limit else []:
         disk_limit.disk_of(nvme_path)  # refused before --out is made
-    out = out_folder.take(options.out or Path("runs", f"ab-{datetime.datetime.now():%Y%m%d-%H%M%S}"))
+    out = ab_folder.take(options.out or Path("runs", f"ab-{datetime.datetime.now():%Y%m%d-%H%M%S}"))
     if hosts is not None:
         hosts.check_shared(out)
     return AbPlan(
@@ -282,9 +283,9 @@ def _runs(
         for kind in kinds if repeat % 2 == 0 else reversed(kinds):
             config = plan.arms.stock if kind == ARMS[0] else plan.arms.vertical
             if kind == TRACED:
-                section = config[SECTION] | {"trace": str(out_folder.make(plan.out, f"{kind}.{repeat}.trace"))}
+                section = config[SECTION] | {"trace": str(ab_folder.make(plan.out, f"{kind}.{repeat}.trace"))}
                 config = config | {SECTION: section}
-            out_folder.make(plan.out, f"{kind}.{repeat}.metrics")
+            ab_folder.make(plan.out, f"{kind}.{repeat}.metrics")
             path = plan.out / f"{kind}.json"
             path.write_text(json.dumps(config, indent=2) + "\n")
             measured = kind == ARMS[1] and plan.with_bound

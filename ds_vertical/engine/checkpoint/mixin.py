@@ -128,7 +128,7 @@ class SavingEngine(engine.DeepSpeedEngine):
 
     def _load(
         self, folder: Path, tag: str | None, wanted: load.Wanted, custom_load_fn: object
-    ) -> tuple[str | None, dict[str, Any] | None]:
+    ) -> tuple[str | None, dict[str, object] | None]:
         """`load_checkpoint`, within the call of that name."""
         with ranks.all_or_none("load_checkpoint"):
             own = load.latest_tag(folder) if tag is None else tag

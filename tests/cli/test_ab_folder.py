@@ -10,20 +10,21 @@ import pytest
 from ab_runs import BASE, write
 from run_owners import digest
 
-from ds_vertical.cli.bench import ab, out_folder
+from ds_vertical.cli import ab_folder
+from ds_vertical.cli.bench import ab
 from ds_vertical.errors import ConfigError
 
 
 def test_what_an_earlier_ab_has_left_is_taken_away(tmp_path: Path) -> None:
-    out = out_folder.take(tmp_path / "out")
+    out = ab_folder.take(tmp_path / "out")
     for name in ("stock.0.metrics", "traced.1.trace"):
-        (out_folder.make(out, name) / "rank0.jsonl").write_text("of an earlier run")
+        (ab_folder.make(out, name) / "rank0.jsonl").write_text("of an earlier run")
     (out / "ab.json").write_text("an earlier result")
     for name in ("thesis.tex", ".writable", "stock.old.metrics"):
         (out / name).write_text("mine")
-    assert out_folder.take(tmp_path / "out") == out
-    assert {path.name for path in out.iterdir()} == {out_folder.MARK, "thesis.tex", ".writable", "stock.old.metrics"}
-    out_folder.make(out, "stock.0.metrics")
+    assert ab_folder.take(tmp_path / "out") == out
+    assert {path.name for path in out.iterdir()} == {ab_folder.AB_MARK, "thesis.tex", ".writable", "stock.old.metrics"}
+    ab_folder.make(out, "stock.0.metrics")
 
 
 FOLDERS = ("stock.0.metrics", "vertical.3.trace")
@@ -41,7 +42,7 @@ def test_others_files_are_neither_deleted_nor_written_over(
     out, script = tmp_path / "out", write(tmp_path, "script.py", "raise SystemExit('must not run')")
     out.mkdir()
     if marked:
-        out_folder.take(out)
+        ab_folder.take(out)
     theirs = out / name / "thesis.tex" if name in FOLDERS else out / name
     theirs.parent.mkdir(exist_ok=True)
     theirs.write_text("mine")
@@ -56,20 +57,20 @@ def test_others_files_are_neither_deleted_nor_written_over(
 
 def test_a_folder_copied_from_another_abs_is_not_this_ones(tmp_path: Path) -> None:
     for name in ("one", "other"):
-        out_folder.make(out_folder.take(tmp_path / name), "stock.0.metrics")
+        ab_folder.make(ab_folder.take(tmp_path / name), "stock.0.metrics")
     shutil.rmtree(tmp_path / "one" / "stock.0.metrics")
     shutil.copytree(tmp_path / "other" / "stock.0.metrics", tmp_path / "one" / "stock.0.metrics")
     before = digest(tmp_path)
     with pytest.raises(ConfigError, match=r"holds stock\.0\.metrics, and nothing says"):
-        out_folder.take(tmp_path / "one")
+        ab_folder.take(tmp_path / "one")
     assert digest(tmp_path) == before
 
 
 def test_a_link_under_such_a_name_is_not_followed(tmp_path: Path) -> None:
-    out, outside = out_folder.take(tmp_path / "out"), out_folder.take(tmp_path / "outside")
-    shutil.copy(out / out_folder.MARK, outside / out_folder.MARK)
+    out, outside = ab_folder.take(tmp_path / "out"), ab_folder.take(tmp_path / "outside")
+    shutil.copy(out / ab_folder.AB_MARK, outside / ab_folder.AB_MARK)
     (outside / "thesis.tex").write_text("mine")
     (out / "stock.0.metrics").symlink_to(outside)
     before = digest(outside)
-    out_folder.take(out)
+    ab_folder.take(out)
     assert digest(outside) == before

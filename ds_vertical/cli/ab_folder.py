@@ -1,7 +1,7 @@
 """The folder that `ds-vertical ab --out` writes to, which may hold others' files: an `ab` deletes there, or writes over, only
 what one has marked.
 
-The folder has a file MARK with a random id, and so has each folder that an `ab` makes in it. Names say nothing: a
+The folder has a file AB_MARK with a random id, and so has each folder that an `ab` makes in it. Names say nothing: a
 `stock.0.metrics` may be anybody's. Marks are read, and folders deleted, through one descriptor.
 """
 
@@ -22,7 +22,7 @@ from ds_vertical.errors import ConfigError
 from ds_vertical.io import remove_tree
 from ds_vertical.io.regular_file import parse_json, read_regular
 
-MARK: Final = "ds_vertical.ab"
+AB_MARK: Final = "ds_vertical.ab"
 _WRITTEN_BY: Final = "ds_vertical ab"
 _MOST_MARK_BYTES: Final = 1 << 10
 _RUN: Final = rf"({'|'.join((*ARMS, TRACED))})"
@@ -79,7 +79,7 @@ def _take(out: int, shown: Path) -> str | None:
 
 
 def _mark(folder: int, identity: str) -> None:
-    fd = os.open(MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644, dir_fd=folder)
+    fd = os.open(AB_MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644, dir_fd=folder)
     with os.fdopen(fd, "w") as file:
         json.dump({"written_by": _WRITTEN_BY, "id": identity}, file)
 
@@ -87,7 +87,7 @@ def _mark(folder: int, identity: str) -> None:
 def _id_in(folder: int) -> str | None:
     """What the mark in a folder says; None where there is none of ours."""
     try:
-        found = parse_json(read_regular(MARK, _MOST_MARK_BYTES, os.O_NOFOLLOW, folder))
+        found = parse_json(read_regular(AB_MARK, _MOST_MARK_BYTES, os.O_NOFOLLOW, folder))
     except (OSError, ValueError):
         return None
     ours = isinstance(found, dict) and found.get("written_by") == _WRITTEN_BY and isinstance(found.get("id"), str)
