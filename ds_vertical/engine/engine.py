@@ -139,8 +139,9 @@ class VerticalEngine(CallableEngine):
 
     def flush(self) -> None:
         """Take the optimizer steps that the last `train_batch` left to the next forward. Whatever reads the weights
-        through DeepSpeed does this by itself; calling it twice is harmless."""
-        self.optimizer.flush()
+        through DeepSpeed does this by itself; calling it twice is harmless. Raises RuntimeError within another call."""
+        with self.optimizer.calls.call("flush"):
+            self.optimizer.flush()
 
     def destroy(self) -> None:
         """As DeepSpeed's, and give the host buffers back. Calling it twice is harmless."""

@@ -19,6 +19,7 @@ _REMEDIES: Final = {
     errno.ENODATA: "nobody but the run may write its files; go on from the last checkpoint",
     errno.ENAMETOOLONG: "use a folder with a shorter path",
     errno.EINVAL: "use a local file system that has direct I/O (ext4, xfs)",
+    errno.ELOOP: "nobody but the run may put a link where one of its files belongs; go on from the last checkpoint",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 

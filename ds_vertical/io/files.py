@@ -19,7 +19,7 @@ from ds_vertical.io import remove_tree
 from ds_vertical.io.disk_errors import remedy
 from ds_vertical.io.regular_file import open_regular
 from ds_vertical.io.runs import stripes
-from ds_vertical.io.runs.run_dir import MOST_SHOWN, claimed_at, fail
+from ds_vertical.io.runs.run_dir import MOST_SHOWN, RunFolder, claimed_at, fail
 
 logger = logging.getLogger(__name__)
 
@@ -107,10 +107,12 @@ def preallocate(files: Mapping[Path, int]) -> None:
         _check_space(sizes)
     except OSError as error:
         raise fail(error.filename or "preallocate", "stat", error, "use a readable nvme_path") from error
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as held, contextlib.ExitStack() as undo:
+        folders: dict[Path, int] = {}
         for path, size_bytes in sizes.items():
-            _make_parents(path.parent, undo)
-            _allocate(path, size_bytes, undo)
+            if path.parent not in folders:
+                folders[path.parent] = _made(path.parent, held, undo)
+            _allocate(folders[path.parent], path, size_bytes, undo)
         undo.pop_all()
 
 
@@ -136,10 +138,10 @@ def _set_aside(pairs: Mapping[Path, Path], vacated: Collection[Path]) -> None:
     path, made = Path(), {}
     try:
         for path, aside in pairs.items():
-            os.link(path, aside)
+            _link(path, aside)
             made[path] = aside
         for path in pairs:
-            _unlink(path) if path in vacated else fresh[path].replace(path)
+            _unlink(path) if path in vacated else _replace(fresh[path], path)
     except BaseException as error:
         _put_back(made)
         remove_files(fresh.values())
@@ -151,10 +153,10 @@ def _set_aside(pairs: Mapping[Path, Path], vacated: Collection[Path]) -> None:
 def _put_back(made: Mapping[Path, Path]) -> None:
     """Let files have their first name only. Raises OSError for one that cannot, which keeps its second: no byte is lost."""
     for path, aside in made.items():
-        if path.exists() and aside.samefile(path):
-            aside.unlink()
+        if _is_file(path, aside):
+            _unlink(aside)
         else:
-            aside.replace(path)
+            _replace(aside, path)
 
 
 def disk_bytes(folder: Path) -> int:
@@ -178,11 +180,21 @@ def make_run_private(folder: Path) -> None:
         logger.warning("%s: set mode 0700: %s", folder, error.strerror)
 
 
+def _run_of(folder: Path) -> RunFolder | None:
+    """The folder that this process has claimed which this one is, or lies in, by its name."""
+    return next((run for parent in (folder, *folder.parents) if (run := claimed_at(parent)) is not None), None)
+
+
+def _open_inside(folder: Path) -> int:
+    """A folder's descriptor; in one that this process has claimed it is opened from that, wherever its path leads by now."""
+    run = _run_of(folder)
+    return os.open(folder, remove_tree.FOLDER) if run is None else run.inside(folder)
+
+
 @contextlib.contextmanager
 def _inside(folder: Path) -> Iterator[int]:
-    """A folder's descriptor; in one that this process has claimed it is opened from that, wherever its path leads by now."""
-    run = next((run for parent in (folder, *folder.parents) if (run := claimed_at(parent)) is not None), None)
-    fd = os.open(folder, remove_tree.FOLDER) if run is None else run.inside(folder)
+    """As `_open_inside`, for the time of the block."""
+    fd = _open_inside(folder)
     try:
         yield fd
     finally:
@@ -203,6 +215,27 @@ def remove_files(paths: Iterable[Path]) -> None:
 def _unlink(path: Path) -> None:
     with _inside(path.parent) as fd:
         os.unlink(path.name, dir_fd=fd)
+
+
+def _link(path: Path, other: Path) -> None:
+    with _inside(path.parent) as here, _inside(other.parent) as there:
+        os.link(path.name, other.name, src_dir_fd=here, dst_dir_fd=there, follow_symlinks=False)
+
+
+def _replace(path: Path, other: Path) -> None:
+    """Let a file have the name of another one, which is gone."""
+    with _inside(path.parent) as here, _inside(other.parent) as there:
+        os.replace(path.name, other.name, src_dir_fd=here, dst_dir_fd=there)
+
+
+def _is_file(path: Path, other: Path) -> bool:
+    """Whether both names are there, and of one file."""
+    with _inside(path.parent) as here, _inside(other.parent) as there:
+        try:
+            found = os.stat(path.name, dir_fd=here, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(found, os.stat(other.name, dir_fd=there, follow_symlinks=False))
 
 
 def _existing(path: Path) -> Path:
@@ -237,30 +270,41 @@ def _check_space(sizes: Mapping[Path, int]) -> None:
             )
 
 
-def _make_parents(folder: Path, undo: contextlib.ExitStack) -> None:
-    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-    for parent in reversed(missing):
-        try:
-            parent.mkdir(mode=0o700)
-            with remove_tree.opened(parent) as fd:
+def _made(folder: Path, held: contextlib.ExitStack, undo: contextlib.ExitStack) -> int:
+    """A folder's descriptor until `held` is closed; it and those above it are made where they are missing. What lies below the
+    run's folder, or below one that is there, is reached without following links."""
+    run = _run_of(folder)
+    there = _existing(folder) if run is None else run.path
+    try:
+        fd = _open_inside(there)
+        held.callback(os.close, fd)
+        for name in folder.absolute().relative_to(there.absolute()).parts:
+            there, above = there / name, fd
+            is_new = False
+            with contextlib.suppress(FileExistsError):  # the usual case; or another rank was first
+                os.mkdir(name, mode=0o700, dir_fd=above)
+                is_new = True
+            fd = os.open(name, remove_tree.FOLDER | os.O_NOFOLLOW, dir_fd=above)
+            held.callback(os.close, fd)
+            if is_new:
+                undo.callback(_undo, there, remove_tree.remove_named, fd, name, above)
                 os.fchmod(fd, 0o700)  # whatever the umask takes away
-        except FileExistsError:
-            continue  # another rank was first
-        except OSError as error:
-            raise fail(parent, "create the folder", error, "use a writable nvme_path") from error
-        undo.callback(_undo, os.rmdir, parent)
+    except OSError as error:
+        raise fail(there, "create the folder", error, "use a writable nvme_path") from error
+    return fd
 
 
-def _allocate(path: Path, size_bytes: int, undo: contextlib.ExitStack) -> None:
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+def _allocate(folder: int, path: Path, size_bytes: int, undo: contextlib.ExitStack) -> None:
+    """`folder`: the descriptor of the one that `path` lies in."""
+    name, flags = path.name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         try:
-            fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-            undo.callback(_undo, os.unlink, path)
+            fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+            undo.callback(_undo, path, os.unlink, name, dir_fd=folder)
             os.fchmod(fd, 0o600)
         except FileExistsError:
-            fd = os.open(path, flags)
-            undo.callback(_undo, os.truncate, path, os.fstat(fd).st_size)
+            fd = os.open(name, flags, dir_fd=folder)
+            undo.callback(_undo, path, _truncate, name, os.fstat(fd).st_size, folder)
         try:
             if size_bytes > 0:
                 os.posix_fallocate(fd, 0, size_bytes)
@@ -271,10 +315,18 @@ def _allocate(path: Path, size_bytes: int, undo: contextlib.ExitStack) -> None:
         raise fail(path, f"preallocate {size_bytes} bytes", error, remedy) from error
 
 
-def _undo(function: Callable[..., object], path: Path, *arguments: object) -> None:
+def _truncate(name: str, size_bytes: int, folder: int) -> None:
+    fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
+    try:
+        os.ftruncate(fd, size_bytes)
+    finally:
+        os.close(fd)
+
+
+def _undo(path: Path, function: Callable[..., object], *arguments: object, **named: object) -> None:
     """Take one step of a failed preallocation back; a failure here must not hide the error that led to it."""
     try:
-        function(path, *arguments)
+        function(*arguments, **named)
     except OSError as error:
         logger.error("%s: undo a failed preallocation: %s", path, error.strerror)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_owners import Job, jobs, write_lock
+from run_owners import Job, jobs, mark_parts, write_lock
 
 from ds_vertical.cli import clean
 from ds_vertical.engine.checkpoint import parts
@@ -482,7 +482,7 @@ def test_parts_of_a_deleted_checkpoint_are_listed_and_removed_by_their_name_only
             folder.mkdir(parents=True)
         (each / "rank0" / "weight3.ssd1.bin").write_bytes(bytes(4096))
         (tag / "rank0" / "weight3.ssd1.bin").symlink_to(each / "rank0" / "weight3.ssd1.bin")
-        (each / parts.PARTS_MARK).write_text(json.dumps({"written_by": "ds_vertical", "checkpoint": str(tag)}))
+        mark_parts(each, tag, each.name.rpartition(".")[2])
     assert [part["in_use"] for part in said(capsys, "--path", tmp_path)[1]["parts"]] == [True, True]
     shutil.rmtree(tmp_path / "saved" / "step5")
     status, report = said(capsys, "--path", tmp_path, "--remove")

@@ -38,54 +38,67 @@ def calls_of(engine: Any) -> dict[str, Callable[[], Any]]:
         "train_batch": lambda: engine.train_batch(iter(STEPS[0])),
         "eval_batch": lambda: engine.eval_batch(iter(STEPS[0])),
         "save_16bit_model": lambda: engine.save_16bit_model("nowhere"),
+        "save_checkpoint": lambda: engine.save_checkpoint("nowhere"),
+        "load_checkpoint": lambda: engine.load_checkpoint("nowhere"),
+        "flush": engine.flush,
     }
 
 
-def nested(engine: Any, refused: list[str]) -> None:
-    for name, call in calls_of(engine).items():
-        with pytest.raises(RuntimeError, match=rf"engine.{name}\(\): called within engine.train_batch\(\)") as raised:
-            call()
-        refused.append(str(raised.value))
+class Nested:
+    """Makes all calls within a call of the engine, `outer`; `refused`: what they said."""
+
+    def __init__(self, engine: Any, model: Any, outer: str) -> None:
+        self.engine, self.model, self.outer = engine, model, outer
+        self.refused: list[str] = []
+
+    def __call__(self) -> None:
+        outer = rf"engine\.{self.outer}\(\)|a step or an evaluation"
+        for name, call in calls_of(self.engine).items():
+            with pytest.raises(RuntimeError, match=rf"^(engine\.)?{name}(\(\))?: called within ({outer})") as raised:
+                call()
+            self.refused.append(str(raised.value))
 
 
-def in_loss(engine: Any, model: Any, refused: list[str]) -> tuple[Iterator[Any], Any]:
+def in_loss(nested: Nested) -> tuple[Iterator[Any], Any]:
     def loss_fn(outputs: Any, batch: Any) -> Any:
-        nested(engine, refused)
+        nested()
         return outputs.loss if hasattr(outputs, "loss") else outputs
 
     return iter(STEPS[1]), loss_fn
 
 
-def in_data(engine: Any, model: Any, refused: list[str]) -> tuple[Iterator[Any], Any]:
+def in_data(nested: Nested) -> tuple[Iterator[Any], Any]:
     def data() -> Iterator[Any]:
         for batch in STEPS[1]:
-            nested(engine, refused)
+            nested()
             yield batch
 
     return data(), None
 
 
-def in_hook(engine: Any, model: Any, refused: list[str]) -> tuple[Iterator[Any], Any]:
+def in_hook(nested: Nested) -> tuple[Iterator[Any], Any]:
     handles: list[Any] = []
 
     def hook(*_: Any) -> None:
         handles.pop().remove()
-        nested(engine, refused)
+        nested()
 
-    handles.append(model.blocks[1].register_forward_hook(hook))
+    handles.append(nested.model.blocks[1].register_forward_hook(hook))
     return iter(STEPS[1]), None
 
 
+@pytest.mark.parametrize("outer", ["train_batch", "eval_batch"])
 @pytest.mark.parametrize("place", [in_loss, in_data, in_hook])
-def test_a_call_within_a_step_is_refused_and_the_step_goes_on(
-    tmp_path: Path, untroubled: dict[str, torch.Tensor], place: Callable[..., Any]
+def test_a_call_within_another_is_refused_and_that_goes_on(
+    tmp_path: Path, untroubled: dict[str, torch.Tensor], place: Callable[..., Any], outer: str
 ) -> None:
-    refused: list[str] = []
     with running(config_in(tmp_path), BUILD, vertical=True) as (engine, model):
         engine.train_batch(iter(STEPS[0]))
-        engine.train_batch(*place(engine, model, refused))
-        assert refused and "once train_batch has returned" in refused[0]
-        engine.train_batch(iter(STEPS[2]))
+        nested = Nested(engine, model, outer)
+        getattr(engine, outer)(*place(nested))
+        assert len(nested.refused) >= 6 and f"once {outer} has returned" in nested.refused[0]
+        for step in STEPS[engine.global_steps :]:
+            engine.train_batch(iter(step))
         assert not differing(untroubled, contents(engine, model))
 
 
@@ -122,12 +135,12 @@ def test_two_threads_do_not_call_at_once(tmp_path: Path, untroubled: dict[str, t
         engine.train_batch(iter(STEPS[0]))
 
         def loss_fn(outputs: Any, batch: Any) -> Any:
-            for call in (*calls_of(engine).values(), engine.flush, read):
+            for call in (*calls_of(engine).values(), read):
                 call_of_another(call)
             return outputs
 
         engine.train_batch(iter(STEPS[1]), loss_fn)
-        assert len(told) == 2 * 5
+        assert len(told) == 2 * 7
         assert all("thread 'MainThread' is in engine.train_batch() of the same engine" in str(error) for error in told)
         told.clear()
         call_of_another(lambda: engine.train_batch(iter(STEPS[2])))
@@ -142,7 +155,7 @@ def test_a_forked_child_is_told_and_its_parent_goes_on(tmp_path: Path, untrouble
         child = os.fork()
         if child == 0:
             said = []
-            for call in (*calls_of(engine).values(), engine.flush, engine.destroy):
+            for call in (*calls_of(engine).values(), engine.destroy):
                 try:
                     call()
                 except RuntimeError as error:
@@ -156,7 +169,7 @@ def test_a_forked_child_is_told_and_its_parent_goes_on(tmp_path: Path, untrouble
         said = os.read(reader, 1 << 16).decode().splitlines()
         os.waitpid(child, 0)
         os.close(reader)
-        assert len(said) == 5 and all(f"process {child} was forked from {os.getpid()}" in line for line in said)
+        assert len(said) == 7 and all(f"process {child} was forked from {os.getpid()}" in line for line in said)
         assert "engine.train_batch()" in said[0] and 'multiprocessing\'s "spawn"' in said[0]
         engine.train_batch(iter(STEPS[2]))
         assert not differing(untroubled, contents(engine, model))

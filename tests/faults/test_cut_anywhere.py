@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cut_first import FirstTrials, in_check, in_step, sites_of_check
-from cut_kinds import BUILD, FIRST, KINDS, SECTION, STEPS, evaluate, make
+from cut_kinds import BUILD, FIRST, KINDS, SECTION, STEPS, evaluate, make, three_calls
 from cutting import Cut, Reference, Site, Trials, chosen, recorded, reference_of, surroundings
 from harness import base_config, contents, differing, dispose, read_weights, running, small_buffers
 
@@ -129,8 +130,8 @@ def test_a_first_step_that_is_cut_everywhere(tmp_path: Path, kind: str) -> None:
 # ---- what is no step
 
 
-def save(engine: Any, folder: Path) -> None:
-    engine.save_checkpoint(str(folder), tag=f"step{engine.global_steps}")
+def save(engine: Any, folder: Path, **options: Any) -> None:
+    engine.save_checkpoint(str(folder), tag=f"step{engine.global_steps}", **options)
 
 
 def weights(engine: Any, folder: Path) -> None:
@@ -148,6 +149,8 @@ def action_of(name: str, folder: Path) -> Callable[[Any], object]:
     actions: dict[str, Callable[[Any], object]] = {
         "evaluate": evaluate,
         "save": partial(save, folder=folder / "saved"),
+        "portable": partial(save, folder=folder / "saved", portable=True),
+        "three calls": three_calls,
         "weights": partial(weights, folder=folder / "weights"),
         "flush": lambda engine: engine.flush(),
         "read": lambda engine: read_weights(engine.module),
@@ -162,6 +165,13 @@ def sites_of_call(name: str, kind: str) -> frozenset[Site]:
 
 
 BETWEEN = ("early", "delayed", "memory")
+# boundaries that a call passes at least, in any of these kinds
+LEAST = {"evaluate": 600, "save": 300, "portable": 250, "three calls": 600, "weights": 60, "flush": 60, "read": 60, "load": 250}
+
+
+def check_reached(name: str, found: Counter[Site], cuts: Sequence[Cut]) -> None:
+    assert len(found) > LEAST[name], f"boundaries of functions are not seen: {len(found)}"
+    assert sum(bool(cut.done) for cut in cuts) > 0.85 * len(cuts), [str(cut) for cut in cuts if not cut.done]
 
 
 def between_steps(folder: Path, kind: str, name: str, count: int | None) -> None:
@@ -176,30 +186,38 @@ def between_steps(folder: Path, kind: str, name: str, count: int | None) -> None
             shutil.rmtree(folder / "saved", ignore_errors=True)
     say(f"{name}, {kind}", cuts, trials)
     assert not trials.wrong, "\n".join(trials.wrong)
+    check_reached(name, found, cuts)
     assert count or len(trials.torn) < 0.35 * len(cuts), "\n".join(trials.torn)
 
 
-@pytest.mark.parametrize("name", ["evaluate", "save"])
+@pytest.mark.parametrize("name", ["evaluate", "save", "three calls"])
 def test_a_call_between_steps_that_is_cut_anywhere(tmp_path: Path, name: str) -> None:
-    between_steps(tmp_path, "delayed", name, 5)
+    between_steps(tmp_path, "delayed", name, 3 if name == "three calls" else 5)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ["evaluate", "save", "weights", "flush", "read"])
+@pytest.mark.parametrize("name", ["evaluate", "save", "portable", "three calls", "weights", "flush", "read"])
 @pytest.mark.parametrize("kind", BETWEEN)
 def test_a_call_between_steps_that_is_cut_everywhere(tmp_path: Path, kind: str, name: str) -> None:
     between_steps(tmp_path, kind, name, None)
 
 
+def _train(engine: Any, model: Any) -> dict[str, torch.Tensor]:
+    """Ahead of each load: what that passes depends on what it replaces."""
+    engine.train_batch(iter(STEPS[2]))
+    return contents(engine, model)
+
+
 @cache
 def sites_of_load(kind: str) -> frozenset[Site]:
     with tempfile.TemporaryDirectory() as folder:
-        engine, _ = make(kind, Path(folder) / "run")
+        engine, model = make(kind, Path(folder) / "run")
         try:
             for step in STEPS[:2]:
                 engine.train_batch(iter(step))
             engine.save_checkpoint(f"{folder}/saved", tag="two")
+            _train(engine, model)
             with recorded() as found:
                 engine.load_checkpoint(f"{folder}/saved", tag="two")
         finally:
@@ -216,12 +234,12 @@ def loads(folder: Path, kind: str, count: int | None) -> None:
             engine.train_batch(iter(step))
         engine.save_checkpoint(str(folder / "saved"), tag="two")
         saved = contents(engine, model)
+        _train(engine, model)
         with recorded() as found:
             engine.load_checkpoint(str(folder / "saved"), tag="two")
         cuts = share(found, BETWEEN, kind, sites_of_load) if count is None else chosen(found, count)
         for cut in cuts:
-            engine.train_batch(iter(STEPS[2]))
-            trained = contents(engine, model)
+            trained = _train(engine, model)
             try:
                 with cut:
                     engine.load_checkpoint(str(folder / "saved"), tag="two")
@@ -241,8 +259,11 @@ def loads(folder: Path, kind: str, count: int | None) -> None:
                 engine.load_checkpoint(str(folder / "saved"), tag="two")
     finally:
         _dispose(engine)
-    print(f"load, {kind}: {len(cuts)} cuts: {whole - len(wrong)} right, {made - 1} marked torn, {len(wrong)} wrong")
+    reached = sum(bool(cut.done) for cut in cuts)
+    counts = f"{whole - len(wrong)} right, {made - 1} marked torn, {len(wrong)} wrong"
+    print(f"load, {kind}: {len(cuts)} cuts, {reached} reached: {counts}")
     assert not wrong, "\n".join(wrong)
+    check_reached("load", found, cuts)
 
 
 def _dispose(engine: Any) -> None:

@@ -268,15 +268,20 @@ def test_a_signal_in_a_backward_waits_for_the_end_of_its_event(tmp_path: Path, m
         engine.train_batch(iter(STEPS[1]))
 
 
+NUM_SIGNALS = dict.fromkeys(("early", "delayed", "activations", "memory"), 250)  # a thousand
+NUM_SIGNALS |= {"stateful": 250, "everything": 250, "first step": 100, "self-check": 100}  # minutes each
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["early", "delayed", "activations", "memory"])
-def test_250_times_ctrl_c(tmp_path: Path, kind: str) -> None:
-    """With those of the other kinds a thousand. None is silent, and none leaves a state that cannot go on."""
-    worker = SUPPORT / "interrupt_worker.py"
-    command = [sys.executable, str(worker), str(tmp_path), kind, "250", "1"]
+@pytest.mark.parametrize("kind", NUM_SIGNALS)
+def test_ctrl_c_at_random_times(tmp_path: Path, kind: str) -> None:
+    """None is silent, and none leaves a state that cannot go on."""
+    worker, count = SUPPORT / "interrupt_worker.py", NUM_SIGNALS[kind]
+    command = [sys.executable, str(worker), str(tmp_path), kind, str(count), "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["seen"]["step"] + result["seen"]["evaluate"] + result["seen"]["save"] == 250
+    print(kind, result)
+    assert sum(result["seen"].values()) == count == result["right"], result
     assert not result["wrong"] and not result["torn"], result

@@ -105,6 +105,16 @@ def test_a_script_that_imports_torch_first_waits_asleep_beside_a_busy_process(tm
 
 
 @two_cores
+def test_cpu_adam_alone_waits_asleep_beside_a_busy_process() -> None:
+    """Its team is all that computes on the host where the model's device is a GPU; the thread that trains only waits."""
+    command = [sys.executable, str(SUPPORT / "adam_alone_worker.py"), "30", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["asleep"] and found["team"] == 2 and found["updates"] > 1, found
+
+
+@two_cores
 @pytest.mark.slow
 def test_ranks_of_one_host_wait_asleep_and_tell_each_other_from_themselves(tmp_path: Path) -> None:
     """Two teams of two threads on two cores, nobody else needed: a rank's neighbour is the other one."""

@@ -75,6 +75,22 @@ def whole(queue: DiskQueue, path: Path, num_bytes: int) -> bytes:
     return memory.map[:]
 
 
+def test_a_write_follows_no_link_in_a_files_place(queue: DiskQueue, tmp_path: Path) -> None:
+    """A read does: a checkpoint's files on other SSDs are links. And the folder may be one that the user has linked."""
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "ssd").symlink_to(tmp_path / "outside")
+    theirs, new = tmp_path / "outside" / "theirs", tmp_path / "outside" / "new"
+    theirs.write_bytes(bytes(BLOCK))
+    for target in (theirs, tmp_path / "outside" / "not there"):
+        link = tmp_path / f"to {target.name}"
+        link.symlink_to(target)
+        error = failure(write(queue, noise(BLOCK), link))
+        assert (error.errno, error.call) == (errno.ELOOP, "open") and "where one of its files belongs" in str(error)
+    assert theirs.read_bytes() == bytes(BLOCK) == whole(queue, tmp_path / "to theirs", BLOCK)
+    write(queue, noise(BLOCK), tmp_path / "ssd" / "new").wait()
+    assert new.stat().st_size == BLOCK and sorted(path.name for path in new.parent.iterdir()) == ["new", "theirs"]
+
+
 # ---- what works
 
 

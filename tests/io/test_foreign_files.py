@@ -8,22 +8,25 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_owners import digest, write_lock
+from harness import base_config, build_engine, dispose, small_buffers
+from models import MixerModel, token_batches
+from neighbours import CALLS, RUN, Place
+from run_owners import digest, mark_parts, write_lock
 
 from ds_vertical.cli import clean
+from ds_vertical.engine.checkpoint import parts
 from ds_vertical.errors import StorageError
 from ds_vertical.io import files as io_files
 from ds_vertical.io.runs import run_dir, run_dirs
 from ds_vertical.io.runs.run_dir import RunFolder
 
-RUN = "20260131-235959-node7-1f2e3d4c"
 ANOTHER_PROGRAMS = '{"pid": 1, "owner": "backup"}'
-CALLS = ("open", "os.listdir", "os.scandir", "os.remove", "os.rmdir", "os.rename", "os.chmod")
 slow = pytest.mark.slow
 
 
@@ -73,6 +76,23 @@ def test_a_copy_of_a_run_under_another_name_is_not_the_runs(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
+@pytest.mark.parametrize("name", ["copy", "step5.0badf00d", "step6.0badcafe"])
+def test_a_folder_of_parts_whose_name_its_mark_does_not_repeat_is_never_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    home = tmp_path / parts.PARTS_FOLDER / name
+    (home / "rank0").mkdir(parents=True)
+    (home / "rank0" / "weight3.ssd1.bin").write_bytes(b"somebody's copy")
+    mark_parts(home, tmp_path / "saved" / "step5", "0badcafe")
+    before = digest(home)
+    assert clean.main(["--path", str(tmp_path), "--json", "--remove", name]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["parts"], told["not_found"]) == ([], [name])
+    with pytest.raises(OSError, match="no mark in it says that it holds parts"):
+        parts.remove_parts(home)
+    assert digest(home) == before
+
+
 def test_a_lock_of_another_program_in_a_runs_folder_is_not_taken_over(tmp_path: Path) -> None:
     (write_lock(tmp_path / "run1", host="node7") / "rank1.lock").write_text(ANOTHER_PROGRAMS)
     with pytest.raises(StorageError, match=r"rank1.lock: claim: no lock of ours, by what is in it"):
@@ -81,68 +101,6 @@ def test_a_lock_of_another_program_in_a_runs_folder_is_not_taken_over(tmp_path: 
 
 
 # ---- neighbours who rename
-
-
-class Place:
-    """An nvme_path with a dead run, or one of this process, and with folders of others."""
-
-    def __init__(self, root: Path) -> None:
-        root.mkdir(parents=True)
-        self.root, self.run, self.outside = root, root / RUN, root / "outside"
-        for folder in (self.outside, self.outside / "zero", self.outside / "zero" / "rank0"):
-            folder.mkdir()
-            for name in ("state.swp", "thesis.tex", "rank0.lock"):
-                (folder / name).write_text(f"mine, in {folder.name}")
-        shutil.copytree(self.outside, root / "theirs")
-        self.before = digest(self.outside)
-
-    def fill(self, run: Path) -> None:
-        (run / "zero" / "rank0").mkdir(parents=True)
-        for folder in (run, run / "zero", run / "zero" / "rank0"):
-            with (folder / "state.swp").open("xb") as file:  # "x": not through a link of the neighbour's
-                file.write(b"x" * 100)
-
-    def dead(self) -> Callable[[], Any]:
-        made = write_lock(self.root.parent / f"made in {self.root.name}")  # out of the neighbour's reach
-        self.fill(made)
-        try:
-            made.rename(self.run)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
-        return lambda: run_dirs.remove_run(self.run, named=True)
-
-    def own(self) -> Callable[[], Any]:
-        folder = RunFolder.claim(self.root, RUN, 0)
-        self.fill(self.run)
-        return folder.release
-
-    def files(self) -> Callable[[], Any]:
-        RunFolder.claim(self.root, RUN, 0)
-        self.fill(self.run)
-        return lambda: (io_files.make_run_private(self.run), io_files.remove_files([self.run / "zero" / "rank0" / "state.swp"]))
-
-    def harmed(self) -> bool:
-        kept = [folder for folder in (self.outside, self.root / "theirs", self.run) if (folder / "thesis.tex").exists()]
-        modes = {stat.S_IMODE(path.stat().st_mode) for folder in kept for path in (folder, *folder.rglob("*")) if path.is_dir()}
-        return digest(self.outside) != self.before or len(kept) < 2 or modes != {0o755}
-
-    # what a neighbour may do
-
-    def link_run(self) -> None:
-        self.run.rename(self.root / "moved")
-        self.run.symlink_to(self.outside)
-
-    def replace_run(self) -> None:
-        self.run.rename(self.root / "moved")
-        (self.root / "theirs").rename(self.run)
-
-    def link_zero(self) -> None:
-        (self.run / "zero").rename(self.root / "moved")
-        (self.run / "zero").symlink_to(self.outside / "zero")
-
-    def link_rank(self) -> None:
-        (self.run / "zero" / "rank0").rename(self.root / "moved")
-        (self.run / "zero" / "rank0").symlink_to(self.outside / "zero" / "rank0")
 
 
 def acted_at(number: int, place: Place, prepare: str, neighbour: str) -> bool:
@@ -180,9 +138,13 @@ def acted_at(number: int, place: Place, prepare: str, neighbour: str) -> bool:
     [
         ("dead", "link_run"),
         ("own", "replace_run"),
+        ("grown", "link_rank"),
+        ("aside", "link_rank"),
+        ("parts", "link_home"),
+        ("parts", "replace_home"),
         *(
             pytest.param(prepare, neighbour, marks=slow)
-            for prepare in ("dead", "own", "files")
+            for prepare in ("dead", "own", "files", "cleaned", "grown", "aside")
             for neighbour in ("link_run", "replace_run", "link_zero", "link_rank")
         ),
     ],
@@ -190,6 +152,8 @@ def acted_at(number: int, place: Place, prepare: str, neighbour: str) -> bool:
 def test_nothing_outside_is_deleted_whenever_a_neighbour_acts(tmp_path: Path, prepare: str, neighbour: str) -> None:
     """Once before each call that looks, opens or deletes, one after another."""
     before = os.umask(0o022)
+    if prepare == "cleaned":
+        clean.main(["--path", str(tmp_path)])  # its imports open files as well
     try:
         number = 0
         while True:
@@ -207,7 +171,7 @@ def test_nothing_outside_is_deleted_whenever_a_neighbour_acts(tmp_path: Path, pr
 def restless(place: Place) -> None:
     """Swap folders of the run with links to folders outside, and back, for ever."""
     while True:
-        for name, target in (("", ""), ("zero", "zero"), ("zero/rank0", "zero/rank0")):
+        for name, target in (("", ""), (place.inner, "zero"), (f"{place.inner}/rank0", "zero/rank0")):
             path, aside = place.run / name, place.root / "aside"
             with contextlib.suppress(OSError):
                 path.rename(aside)
@@ -242,7 +206,7 @@ def test_nothing_outside_is_deleted_beside_a_neighbour_who_renames_all_the_time(
         for trial in range(trials):
             act = None
             with contextlib.suppress(OSError, StorageError):
-                act = (place.dead, place.own)[trial % 2]()
+                act = (place.dead, place.own, place.grown)[trial % 3]()
             with contextlib.suppress(OSError, StorageError):
                 if act is not None:
                     act()
@@ -252,6 +216,28 @@ def test_nothing_outside_is_deleted_beside_a_neighbour_who_renames_all_the_time(
                 continue
             shutil.rmtree(place.run, ignore_errors=True)
     assert digest(place.root / "theirs") == place.before
+
+
+@pytest.mark.parametrize("engines", [1, pytest.param(30, marks=slow)])
+def test_nothing_outside_is_deleted_while_engines_are_destroyed(tmp_path: Path, engines: int) -> None:
+    """Which deletes its activations' file, and by what the run's end deletes then, beside the same neighbour."""
+    section = {"activations": {"device": "ssd"}}
+    for number in range(engines):
+        place = Place(tmp_path / str(number))
+        config = small_buffers(base_config(place.root, num_micro_batches=2, dtype="fp32", section=section))
+        engine, _ = build_engine(config, partial(MixerModel, 2, 64), vertical=True)
+        engine.train_batch(iter(token_batches(1, 2)[0]))
+        (place.run,) = (path for path in run_dir.claimed() if path.parent == place.root)
+        folder = run_dir.claimed_at(place.run)
+        assert folder is not None
+        place.inner = min(path.name for path in place.run.iterdir() if path.is_dir())
+        with neighbour_of(place):
+            for end in (engine.destroy, folder.release):
+                with contextlib.suppress(OSError, StorageError):
+                    end()
+        dispose(engine)
+        assert place.run not in run_dir.claimed()
+        assert digest(place.outside) == digest(place.root / "theirs") == place.before, number
 
 
 def test_what_is_mounted_below_a_runs_folder_is_left(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from run_owners import Job, jobs, write_lock
 
 from ds_vertical.errors import StorageError
 from ds_vertical.io import files as io_files
+from ds_vertical.io import remove_tree
 from ds_vertical.io.files import check_files, free_bytes, preallocate
 from ds_vertical.io.runs import run_dir, run_lock, this_host
 from ds_vertical.io.runs.run_dir import RunFolder, claim_config, new_run_id, owned
@@ -551,9 +552,9 @@ def test_a_disk_that_fills_after_the_check_is_reported_and_taken_back(tmp_path: 
     """Another rank may fill the disk between our check and our write; so the write is tried without the check."""
     disk = small_disk or tmp_path
     too_much_bytes = MIB if small_disk else free_bytes(tmp_path) + 2**34
-    with pytest.raises(StorageError) as caught, contextlib.ExitStack() as undo:
-        io_files._allocate(disk / "a", MIB // 2, undo)
-        io_files._allocate(disk / "b", too_much_bytes, undo)
+    with pytest.raises(StorageError) as caught, remove_tree.opened(disk) as folder, contextlib.ExitStack() as undo:
+        io_files._allocate(folder, disk / "a", MIB // 2, undo)
+        io_files._allocate(folder, disk / "b", too_much_bytes, undo)
     code = re.search(r"errno (\w+)\)", str(caught.value))
     assert code is not None and code[1] in (errno.errorcode[errno.ENOSPC], errno.errorcode[errno.EFBIG])
     assert str(caught.value).startswith(f"{disk}/b: preallocate {too_much_bytes} bytes: ")
@@ -600,5 +601,5 @@ def test_undoing_a_failed_preallocation_reports_what_it_could_not_undo(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
-        io_files._undo(os.unlink, tmp_path / "gone")
+        io_files._undo(tmp_path / "gone", os.unlink, tmp_path / "gone")
     assert f"{tmp_path}/gone: undo a failed preallocation: No such file" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,9 @@ import torch
 from harness import base_config, build_engine, small_buffers
 from models import MixerBlock, MixerModel, next_token_loss, token_batches
 from torch import nn
+
+import ds_vertical
+from ds_vertical.errors import LoopError
 
 STEPS = [list(step) for step in token_batches(20, 2)]
 
@@ -99,6 +103,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "persistent": {"clip": 0.0, "persistence": None},
     "fp16": {"clip": 0.05, "dtype": "fp16", "fp16": SCALE},
     "stateful": {"clip": 0.05},
+    "two ssds": {"clip": 0.05},
+    "verify": {"clip": 0.05, "section": SECTION | {"verify": True}},
 }
 FIRST: dict[str, dict[str, Any]] = {
     "first step": {"clip": 0.05},
@@ -109,6 +115,8 @@ BUILDS: dict[str, Callable[[], nn.Module]] = dict.fromkeys(("stateful", *FIRST),
 
 def make(kind: str, folder: Path) -> tuple[Any, nn.Module]:
     options = {"num_micro_batches": 2, "dtype": "fp32", "section": SECTION} | (KINDS | FIRST)[kind]
+    if kind == "two ssds":
+        options["section"] = SECTION | {"nvme_paths": [str(folder), str(folder / "beside")]}
     config = base_config(folder, **options)
     given = config if kind == "memory" else small_buffers(config, 600_000)
     return build_engine(given, BUILDS.get(kind, BUILD), vertical=True)
@@ -116,3 +124,16 @@ def make(kind: str, folder: Path) -> tuple[Any, nn.Module]:
 
 def evaluate(engine: Any) -> None:
     engine.eval_batch(iter(STEPS[0]))
+
+
+def three_calls(engine: Any) -> None:
+    """The engine's next step, in a loop of the three calls. Where the loop is cut between two of them, the next call of the
+    engine says that the step is half-way, and drops it."""
+    try:
+        for batch in ds_vertical.look_ahead(STEPS[engine.global_steps]):
+            engine.backward(engine(**batch))
+            engine.step()
+    except BaseException:
+        with contextlib.suppress(LoopError):
+            engine.flush()
+        raise

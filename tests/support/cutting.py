@@ -23,9 +23,8 @@ from torch import nn
 from ds_vertical.errors import TornStateError
 
 PACKAGE = str(Path(__import__("ds_vertical").__file__).parent)
-# what only shows, measures or plans; the rest is the engine's, the stores' and the queue's
-_LEFT_OUT = ("cli/", "planner/", "engine/disk_check", "engine/metrics", "engine/progress", "engine/run_log", "io/host")
-_LEFT_OUT += ("schedule/trace", "schedule/dependencies", "schedule/events", "compat/ops/cache")
+# what only shows or plans, and is no part of the engine, the stores or the queue
+_LEFT_OUT = ("cli/", "planner/", "io/host", "schedule/trace", "schedule/dependencies", "schedule/events", "compat/ops/cache")
 _ENTER = contextlib._GeneratorContextManager.__enter__.__code__
 _YIELD = dis.opmap["YIELD_VALUE"]
 _INNER = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")

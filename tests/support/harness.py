@@ -352,9 +352,11 @@ def small_buffers(config: dict[str, Any], numel: int = 300_000) -> dict[str, Any
 
 
 @contextlib.contextmanager
-def running(config: dict[str, Any], build: Callable[[], nn.Module], *, vertical: bool) -> Iterator[tuple[Any, nn.Module]]:
+def running(
+    config: dict[str, Any], build: Callable[[], nn.Module], *, vertical: bool, under_zero_init: bool = True
+) -> Iterator[tuple[Any, nn.Module]]:
     """(engine, model) as `build_engine` makes them; destroyed at the end."""
-    engine, model = build_engine(config, build, vertical=vertical)
+    engine, model = build_engine(config, build, vertical=vertical, under_zero_init=under_zero_init)
     try:
         yield engine, model
     finally:

@@ -13,6 +13,8 @@ from typing import Any
 
 from places import ROOT
 
+from ds_vertical.engine.checkpoint.parts import PARTS_MARK
+
 # Claims argv[1] / argv[2] as rank argv[3], says so, then does argv[4] when told to by a line on stdin.
 OWNER = """
 import os, signal, sys
@@ -110,3 +112,9 @@ def digest(folder: Path) -> dict[str, bytes | None]:
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() and not path.is_symlink() else None
         for path in sorted(folder.rglob("*"))
     }
+
+
+def mark_parts(home: Path, tag: Path, token: str) -> None:
+    """Let a folder of parts say that they are of the checkpoint `tag`, made by a save with this token."""
+    told = {"written_by": "ds_vertical", "run": "20260131-235959-node7-1f2e3d4c", "checkpoint": str(tag), "token": token}
+    (home / PARTS_MARK).write_text(json.dumps(told))

@@ -399,18 +399,6 @@ class NormBlock(Block):
         return self.body(x) + self.norm.running_mean.detach() * x
 
 
-class RunningStatistics(Base):
-    """Running statistics move without a trace in the buffer's version."""
-
-    block = NormBlock
-
-    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
-        return ()
-
-    def end(self, x: torch.Tensor) -> torch.Tensor:
-        return x.new_zeros(())
-
-
 class FilledNormBlock(NormBlock):
     def forward(self, x: torch.Tensor, *args: Any) -> Any:
         self.norm(x.detach().flatten(0, 1))
@@ -418,6 +406,8 @@ class FilledNormBlock(NormBlock):
 
 
 class FilledStatistics(Base):
+    """Running statistics move without a trace in the buffer's version."""
+
     block = FilledNormBlock
 
 

@@ -6,12 +6,12 @@ import argparse
 import contextlib
 import datetime
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ds_vertical.cli import ab_folder
 from ds_vertical.cli.bench import disk_limit, efficiency, host_speed_server
 from ds_vertical.cli.bench.arms import Arms, build_arms, ssd_folders
 from ds_vertical.cli.bench.comparison import (
@@ -142,7 +142,7 @@ def parse(arguments: Sequence[str]) -> AbPlan:
         raise ConfigError(f"{disk_limit.OPTION}: {options.config} keeps nothing on SSD (no nvme_path); leave the option out")
     for nvme_path in ssd_folders(arms.vertical) if limit else []:
         disk_limit.disk_of(nvme_path)  # refused before --out is made
-    out = _make_out(options.out or Path("runs", f"ab-{datetime.datetime.now():%Y%m%d-%H%M%S}"))
+    out = ab_folder.take(options.out or Path("runs", f"ab-{datetime.datetime.now():%Y%m%d-%H%M%S}"))
     if hosts is not None:
         hosts.check_shared(out)
     return AbPlan(
@@ -210,22 +210,6 @@ def _split_at_separator(arguments: Sequence[str]) -> tuple[list[str], bool, list
         return list(arguments), False, []
     at = list(arguments).index("--")
     return list(arguments[:at]), True, list(arguments[at + 1 :])
-
-
-def _make_out(out: Path) -> Path:
-    """The folder, made and known to be writable; what an earlier run left there cannot pass for this one's."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".writable"
-        probe.write_text("")
-        probe.unlink()
-        (out / "ab.json").unlink(missing_ok=True)
-        for arm in (*ARMS, TRACED):
-            for stale in (*out.glob(f"{arm}.*.metrics"), *out.glob(f"{arm}.*.trace")):
-                shutil.rmtree(stale)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot write there ({error}); name a folder that you may write to") from error
-    return out.resolve()
 
 
 # --- running -------------------------------------------------------------------------------------------------------
@@ -299,8 +283,9 @@ def _runs(
         for kind in kinds if repeat % 2 == 0 else reversed(kinds):
             config = plan.arms.stock if kind == ARMS[0] else plan.arms.vertical
             if kind == TRACED:
-                section = config[SECTION] | {"trace": str(plan.out / f"{kind}.{repeat}.trace")}
+                section = config[SECTION] | {"trace": str(ab_folder.make(plan.out, f"{kind}.{repeat}.trace"))}
                 config = config | {SECTION: section}
+            ab_folder.make(plan.out, f"{kind}.{repeat}.metrics")
             path = plan.out / f"{kind}.json"
             path.write_text(json.dumps(config, indent=2) + "\n")
             measured = kind == ARMS[1] and plan.with_bound

@@ -121,9 +121,18 @@ class SavingEngine(engine.DeepSpeedEngine):
         damaged one, one that does not fit, one of stock DeepSpeed with state on SSD or objects; OtherRankError.
         """
         self._check_between_steps("load_checkpoint")
+        states, scheduler = (each and not load_module_only for each in (load_optimizer_states, load_lr_scheduler_states))
+        wanted = load.Wanted(states, scheduler, run=not load_module_only, strict=load_module_strict)
+        with self.optimizer.calls.call("load_checkpoint"):
+            return self._load(Path(load_dir), None if tag is None else str(tag), wanted, custom_load_fn)
+
+    def _load(
+        self, folder: Path, tag: str | None, wanted: load.Wanted, custom_load_fn: object
+    ) -> tuple[str | None, dict[str, object] | None]:
+        """`load_checkpoint`, within the call of that name."""
         with ranks.all_or_none("load_checkpoint"):
-            own = load.latest_tag(Path(load_dir)) if tag is None else str(tag)
-        found = shared_dir.agreed_latest(Path(load_dir), own) if tag is None else ranks.all_gathered(own)[0]
+            own = load.latest_tag(folder) if tag is None else tag
+        found = shared_dir.agreed_latest(folder, own) if tag is None else ranks.all_gathered(own)[0]
         if found is None:
             return None, None
         if custom_load_fn is not None:
@@ -131,11 +140,8 @@ class SavingEngine(engine.DeepSpeedEngine):
                 f"load_checkpoint(custom_load_fn={custom_load_fn!r}): not available here; leave it out: a load puts weights"
                 " into their files, which no function could be given"
             )
-        states, scheduler = (each and not load_module_only for each in (load_optimizer_states, load_lr_scheduler_states))
-        wanted = load.Wanted(states, scheduler, run=not load_module_only, strict=load_module_strict)
-        with self.optimizer.calls.call("load_checkpoint"):
-            path, client_state = load.load(self, Path(load_dir), found, wanted)
-        self.optimizer.condition.note_good(Path(load_dir, found))
+        path, client_state = load.load(self, folder, found, wanted)
+        self.optimizer.condition.note_good(folder / found)
         return path, client_state
 
     def _check_between_steps(self, call: str) -> None:

@@ -16,7 +16,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -50,29 +50,53 @@ def link_part(path: Path, target: Path) -> bool:
         return False
     tag_folder = target.parent.parent
     home = owner.path.parent / PARTS_FOLDER / tag_folder.name.removeprefix(".")
-    place = home / target.parent.name
-    _make_home(home, tag_folder)
-    place.mkdir(mode=0o700, exist_ok=True)
-    os.symlink(place / target.name, target)  # first: by it a killed save's parts are found
-    try:
-        os.link(path, place / target.name)
-    except OSError as error:
-        target.unlink()
-        if error.errno in NO_LINKS:
-            return False
-        raise
+    name, rank = target.name, target.parent.name
+    with _made(home, rank, owner.path.name, tag_folder) as place, _opened(owner.inside(path.parent)) as source:
+        os.symlink(home / rank / name, target)  # first: by it a killed save's parts are found
+        try:
+            os.link(path.name, name, src_dir_fd=source, dst_dir_fd=place, follow_symlinks=False)
+        except OSError as error:
+            target.unlink()
+            if error.errno in NO_LINKS:
+                return False
+            raise
     return True
 
 
-def _make_home(home: Path, tag_folder: Path) -> None:
-    for folder in (home.parent, home):
-        folder.mkdir(mode=0o700, exist_ok=True)
-    tag = tag_folder.name.removeprefix(".").rpartition(".")[0]
-    told = {"written_by": _WRITTEN_BY, "checkpoint": str(tag_folder.absolute().parent / tag)}
+@contextlib.contextmanager
+def _opened(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _made(home: Path, rank: str, run: str, tag_folder: Path) -> Iterator[int]:
+    """A rank's folder below a home, made and marked where it is not there, by its descriptor; no link below the nvme_path is
+    followed."""
+    with contextlib.ExitStack() as stack:
+        fd = stack.enter_context(remove_tree.opened(home.parent.parent, follow=True))
+        for name in (home.parent.name, home.name):
+            fd = stack.enter_context(_folder_in(fd, name))
+        tag, _, token = home.name.rpartition(".")
+        _mark(fd, {"run": run, "checkpoint": str(tag_folder.absolute().parent / tag), "token": token})
+        yield stack.enter_context(_folder_in(fd, rank))
+
+
+@contextlib.contextmanager
+def _folder_in(above: int, name: str) -> Iterator[int]:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, mode=0o700, dir_fd=above)
+    with remove_tree.opened(name, above) as fd:
+        yield fd
+
+
+def _mark(home: int, told: Mapping[str, str]) -> None:
     with contextlib.suppress(FileExistsError):  # another rank's
-        fd = os.open(home / PARTS_MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(PARTS_MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=home)
         with os.fdopen(fd, "wb") as file:
-            file.write(json.dumps(told).encode())
+            file.write(json.dumps({"written_by": _WRITTEN_BY, **told}).encode())
             file.flush()
             os.fsync(fd)
 
@@ -111,13 +135,24 @@ def checkpoint_of(home: Path) -> Path | None:
         return None
     try:
         with remove_tree.opened(home) as fd:
-            found = parse_json(read_regular(PARTS_MARK, _MOST_MARK_BYTES, os.O_NOFOLLOW, fd))
+            return _marked_as(fd, home.name)
+    except OSError:
+        return None
+
+
+def _marked_as(home: int, name: str) -> Path | None:
+    """As `checkpoint_of`, by the folder's descriptor. The mark has to repeat tag and token of the folder's name: what somebody
+    has copied or renamed is his."""
+    try:
+        found = parse_json(read_regular(PARTS_MARK, _MOST_MARK_BYTES, os.O_NOFOLLOW, home))
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict) or found.get("written_by") != _WRITTEN_BY:
+    if not isinstance(found, dict) or found.pop("written_by", None) != _WRITTEN_BY:
         return None
-    checkpoint = found.get("checkpoint")
-    return Path(checkpoint) if isinstance(checkpoint, str) else None
+    if found.keys() != {"run", "checkpoint", "token"} or not all(isinstance(value, str) for value in found.values()):
+        return None
+    checkpoint = Path(found["checkpoint"])
+    return checkpoint if name == f"{checkpoint.name}.{found['token']}" else None
 
 
 @dataclass(frozen=True)
@@ -149,10 +184,11 @@ def _is_used(home: Path, checkpoint: Path) -> bool:
 
 
 def remove_parts(home: Path) -> None:
-    """Delete a folder of parts, and in it what a save writes. Raises OSError, also where it holds something else."""
-    if checkpoint_of(home) is None:
-        raise OSError(errno.EINVAL, "no mark in it says that it holds parts of a checkpoint", os.fspath(home))
+    """Delete a folder of parts, and in it what a save writes. Raises OSError, also where it holds something else. Its mark is
+    read through the descriptor through which it is deleted."""
     with remove_tree.opened(home.parent) as above, remove_tree.opened(home.name, above) as fd:
+        if home.parent.name != PARTS_FOLDER or _marked_as(fd, home.name) is None or os.fstat(fd).st_uid != os.geteuid():
+            raise OSError(errno.EINVAL, "no mark in it says that it holds parts of a checkpoint", os.fspath(home))
         for name in os.listdir(fd):
             if not _RANK.fullmatch(name):
                 continue

@@ -279,7 +279,7 @@ class StepState:
     def _end(self, micro_batch: int) -> None:
         """A forward is over: what it has shown of items must be what others began with."""
         self._ended.add(micro_batch)
-        for item, state in self.tracked.unused if not self._learns else ():
+        for item, state in self.tracked.unused if self._learned.handled and not self._learns else ():
             if not item.same(item.capture(), state):
                 raise StateMissed(item.path)
         news = self.tracked.news

@@ -19,6 +19,7 @@ from ab_runs import BASE, SCRIPT, make_run, wait_for_pid, write
 from deepspeed.runtime import config as deepspeed_config
 from places import ROOT
 
+from ds_vertical.cli import ab_folder
 from ds_vertical.cli.bench import ab
 from ds_vertical.cli.bench.arms import Arms, build_arms, ssd_folders
 from ds_vertical.cli.bench.comparison import (
@@ -474,8 +475,7 @@ def test_a_real_run_is_measured_against_its_bound(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_different_losses_fail_without_any_speed(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "ab.json").write_text("an earlier result")
+    (ab_folder.take(tmp_path / "out") / "ab.json").write_text("an earlier result")
     done = launch(tmp_path, "--shift", "0.001")
     assert done.returncode == 1
     assert "step 1, micro-batch 1" in done.stdout and "4.0 in stock.0, 4.001 in vertical.0" in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import re
@@ -26,13 +27,16 @@ from stateful_models import (
     Namespaces,
     Nones,
     NumpyRandom,
+    OwnGenerators,
     PythonRandom,
     Ranges,
     SharedContext,
     SharedDataclass,
     SharedDict,
     SharedUserDict,
+    Skipping,
     Statistics,
+    TorchSpectral,
     reset_globals,
 )
 from torch import nn
@@ -89,10 +93,19 @@ def test_it_agrees_where_gradients_in_bf16_are_summed_in_fp32(tmp_path: Path, ca
     assert "they agree" in capsys.readouterr().out
 
 
+def opened(folder: Path, case: Callable[[], nn.Module]) -> contextlib.AbstractContextManager[tuple[Any, nn.Module]]:
+    """An engine that checks. Under zero.Init torch's own spectral norm fails in stock as well."""
+    if case is not TorchSpectral:
+        return running(checked(folder), case, vertical=True)
+    config = config_in(folder, params="cpu", optimizer="cpu", section={"self_check": True, "seed": 4})
+    return running(config, case, vertical=True, under_zero_init=False)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [*CASES, TorchSpectral, Skipping], ids=lambda case: case.__name__)
 def test_it_agrees_with_every_kind_of_state(tmp_path: Path, case: type[Base]) -> None:
-    with running(checked(tmp_path), case, vertical=True) as (engine, _):
+    """And with blocks that hand their input on, which is no state: nothing of it could be switched off."""
+    with opened(tmp_path, case) as (engine, _):
         engine.train_batch(iter(batches(1)[0]))
 
 
@@ -102,7 +115,7 @@ def without_handling(engine: Any) -> None:
 
 def refused(folder: Path, case: Callable[[], nn.Module], loss_fn: Any = None, prepare: Any = None) -> str:
     """What the self-check says where state is not handled; nothing has changed."""
-    with running(checked(folder), case, vertical=True) as (engine, model):
+    with opened(folder, case) as (engine, model):
         without_handling(engine)
         if prepare is not None:
             prepare(model)
@@ -134,17 +147,17 @@ def test_it_finds_what_is_not_handled(tmp_path: Path, case: type[Base], words: s
 GRADIENT = r"self_check: layer \d \(blocks\.\d\): the gradient of blocks\.\d\.\w+\.\w+ for micro-batch 0 differs by .*"
 LOSS = r"self_check: the loss of micro-batch 1 differs by .*; the outputs of all layers agree.*"
 BACKWARD = RAISES.format(r"backward of layer 3 \(blocks\.3\)") + ".*"
-NUMBERS = " random: in each run of this step the forwards have changed state .*"
-OTHERS = [case for case in CASES if case not in {row[0] for row in FOUND} | {Nones, Namespaces}]
+OUTPUT = r"self_check: layer 0 \(blocks\.0\): output tensor 0 of micro-batch 0 differs by .*"
+OTHERS = [case for case in (*CASES, TorchSpectral) if case not in {row[0] for row in FOUND} | {Nones, Namespaces}]
+FAST = (OwnGenerators, PythonRandom)
 SAID = {
     **dict.fromkeys((GlobalList, BufferThroughParent), LOSS),
     **dict.fromkeys((SharedDict, SharedDataclass), BACKWARD),
-    **dict.fromkeys((PythonRandom, NumpyRandom), NUMBERS),
+    **dict.fromkeys((PythonRandom, NumpyRandom), OUTPUT),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in OTHERS])
 def test_it_finds_every_kind_of_state(tmp_path: Path, case: type[Base]) -> None:
     """Layer, tensor and micro-batch that differ first, or the state, and what to write."""
     said = refused(tmp_path, case)

@@ -235,7 +235,8 @@ private:
     bool start(Operation* operation)
     {
         operation->result.start_ns = now_ns();
-        const int flags = operation->is_read ? O_RDONLY : O_WRONLY | O_CREAT;
+        // a checkpoint's files may be links to others; what we write never is one, unless somebody has put it there
+        const int flags = operation->is_read ? O_RDONLY : O_WRONLY | O_CREAT | O_NOFOLLOW;
         operation->fd = open(operation->path.c_str(), flags | O_DIRECT | O_CLOEXEC, 0600);
         if (operation->fd < 0) {
             operation->fail(errno, "open", operation->offset);
