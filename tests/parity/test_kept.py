@@ -52,9 +52,11 @@ def batches_of(count: int) -> list[list[dict[str, Any]]]:
 
 
 class Kept:
-    """Between steps: by which policies calls are kept, whether all have been tried, and how many cells each tier has held."""
+    """Between steps: by which policies calls are kept, whether all have been tried, and how many cells each tier has held.
+    `policy`: as the run's record has it."""
 
     def __init__(self) -> None:
+        self.policy = ""
         self.policies: set[tuple[str, bool]] = set()
         self.cells: dict[str, int] = {}
 
@@ -62,6 +64,7 @@ class Kept:
         kinds, record = engine._runner.kinds, engine.kept
         self.policies = {(kind.policy, kind.is_tried) for kind in kinds.found} if kinds is not None else set()
         self.cells = {tier.value: cells for tier, cells in record.cells if cells} if record is not None else {}
+        self.policy = record.policy if record is not None else "none"
 
 
 def compare(
@@ -189,6 +192,33 @@ def test_what_a_module_holds_stays_where_it_is(tmp_path: Path, policy: str) -> N
     stock, own = ([block.last for block in model.blocks] for model in models)
     assert all(torch.equal(one, other) for one, other in zip(stock, own, strict=True))
     assert kept.policies == {(policy, True)} and (policy == "free" or kept.cells["ssd"] == 4)
+
+
+class CountingBlock(MixerBlock):
+    """Each forward writes a buffer in place that autograd has saved in the one before."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.99)
+        return super().forward(x * self.scale)
+
+
+def counting_model() -> nn.Module:
+    model = MixerModel(4, 512)
+    model.blocks = nn.ModuleList(CountingBlock(512) for _ in range(4))
+    return model
+
+
+def test_blocks_that_cannot_keep_everything_keep_their_products(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    kept = compare(tmp_path, counting_model, 2, settings("everything", "ssd"))
+    assert {policy for policy, _ in kept.policies} == {"none", "products"} and ("products", True) in kept.policies
+    assert kept.policy == "products" and kept.cells == {"ssd": 4, "device": 2}
+    line = 'activations.keep: "products" in place of "everything" for CountingBlock (blocks.'
+    assert capfd.readouterr().out.count(line) == 1
 
 
 def test_values_that_nobody_has_brought_back_fail_the_step_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
