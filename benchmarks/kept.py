@@ -10,8 +10,9 @@ at a time, all others stopped. Who is first changes from turn to turn, each roun
 median of those within the turns. The arm "plan" has what the planner chooses for the row, from the machine as it is measured at
 the start and under the row's disk limit; each arm's predicted step is the simulator's at the same rates. The arm "null" has the
 JSON's default: its process chooses behind its first step, from the same measurement and from what that step took. The record
-has what it has chosen, and its predicted step is that of the choice. Losses of all arms must be equal in every bit. Writes benchmarks/kept/ROW_DATE.json with every turn, and the table in benchmarks/README.md. A row
-whose JSON this build does not take yet is refused by name. Nothing else may run on the machine.
+has what it has chosen, and its predicted step is that of the choice. Losses of all arms must be equal in every bit. Writes
+benchmarks/kept/ROW_DATE.json with every turn, and the table in benchmarks/README.md. A row whose JSON this build does not take
+yet is refused by name. Nothing else may run on the machine.
 """
 
 from __future__ import annotations
