@@ -35,7 +35,7 @@ class SavingBlock(MixerBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate = torch.sigmoid(self.down(self.up(self.norm(x[:, :1]))))
         for _ in range(NUM_SAVED):
-            x = torch.tanh(x * gate)
+            x = x * gate
         return x
 
 

@@ -67,7 +67,7 @@ class KeptKinds:
     @property
     def in_force(self) -> ActivationPolicy:
         """The policy by which calls keep: the one asked for, but where all that keep have fallen to the same other one."""
-        found = {kind.policy for kind in self.found if kind.policy != "none"}
+        found: set[ActivationPolicy] = {kind.policy for kind in self.found if kind.policy != "none"}
         return found.pop() if len(found) == 1 else self.policy
 
     def blocks_of(self, micro_batch: int, layers: LayerMap) -> frozenset[int]:
