@@ -61,7 +61,8 @@ class VerticalEngine(CallableEngine):
         self.tracer = progress.metered(self.tracer)
         if elastic is not None:
             self.tracer = elastic.metered(self.tracer)
-        assembly = Assembly(self.module, self.optimizer, vertical, layers, self.tracer, engine.aio_config(self))
+        made_of = self.module, self.optimizer, vertical, layers, self.tracer, engine.aio_config(self)
+        assembly = Assembly(*made_of, elastic)
         assembly.give_memory_back()
         self._params = assembly.open_params()  # one by one: `destroy` closes those that there are, where the next one fails
         assembly.start_pipeline(self._params)
@@ -78,6 +79,8 @@ class VerticalEngine(CallableEngine):
         self.self_check = FirstStepCheck(parts)
         self._loop = VerticalLoop(parts, self.self_check, self.tracer, progress)
         self._loop.elastic = elastic
+        if elastic is not None:
+            elastic.count_engine()
         calls = self.optimizer.calls
         self._three_calls = three = ThreeCalls(
             self._loop, calls, self.self_check, has_heard=lambda: self._stopping.has_heard, snake=vertical.snake

@@ -182,6 +182,13 @@ def test_a_run_is_repeated_from_its_log_bit_for_bit(elastic: dict[str, Found]) -
         assert not differing(measured["weights"], replayed["weights"]) and not differing(measured["state"], replayed["state"])
 
 
+def test_the_lines_of_a_process_say_which_engine_they_are_of(elastic: dict[str, Found]) -> None:
+    said = {name: elastic[name][0]["log"] for name in ("measured", "replayed", "stock")}
+    assert "ds_vertical: elastic: from step 1: micro-batches 3 3" in said["measured"]
+    assert "ds_vertical: elastic: engine 2: by the log, from step 1: micro-batches 3 3" in said["replayed"]
+    assert "ds_vertical: elastic: engine 3: by the log, from step 1: micro-batches 3 3" in said["stock"]
+
+
 def test_the_stock_arm_takes_the_same_counts_from_the_log(elastic: dict[str, Found]) -> None:
     for measured, stock in zip(elastic["measured"], elastic["stock"], strict=True):
         assert stock["losses"] == pytest.approx(measured["losses"], rel=TOLERANCE)
