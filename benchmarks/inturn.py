@@ -35,7 +35,7 @@ class TurnError(RuntimeError):
 class Stepper:
     """One training process on one rank, a script that takes steps as `main` below does. Its folder, for log and state, is to be
     the process's own; the script gets `--config`, the JSON with its state in that folder, and `--answers`, a descriptor.
-    `group`: under whose disk limit it runs (None: the full disk)."""
+    `group`: under whose disk limit it runs (None: the full disk). `log`: the file of what it prints."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class Stepper:
     ) -> None:
         self.name = name
         folder.mkdir(parents=True)
-        self._log = folder / "log"
+        self.log = folder / "log"
         nvme = folder / "nvme"
         nvme.mkdir()
         (folder / "config.json").write_text(json.dumps(placed(config, str(nvme))))
         reading, writing = os.pipe()
         given = ["--config", str(folder / "config.json"), "--answers", str(writing)]
         command = [sys.executable, *script, *given, *words]
-        with self._log.open("wb") as log:
+        with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command if group is None else group.wrap(command),
                 cwd=checkout,
@@ -110,7 +110,7 @@ class Stepper:
         line = self._answers.readline()
         if not line:
             self._process.wait()
-            end = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+            end = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
             raise TurnError(f"{self.name}: status {self._process.returncode}; the end of its log:\n" + "\n".join(end))
         return json.loads(line)
 

@@ -8,9 +8,11 @@
 All arms of a row are processes of this very checkout, whose JSONs differ in `activations` alone. They take a step in turn, one
 at a time, all others stopped. Who is first changes from turn to turn, each round starts new processes, and a ratio is the
 median of those within the turns. The arm "plan" has what the planner chooses for the row, from the machine as it is measured at
-the start and under the row's disk limit; each arm's predicted step is the simulator's at the same rates. Losses of all arms
-must be equal in every bit. Writes benchmarks/kept/ROW_DATE.json with every turn, and the table in benchmarks/README.md. A row
-whose JSON this build does not take yet is refused by name. Nothing else may run on the machine.
+the start and under the row's disk limit; each arm's predicted step is the simulator's at the same rates. The arm "null" has the
+JSON's default: its process chooses behind its first step, from the same measurement and from what that step took. The record
+has what it has chosen, and its predicted step is that of the choice. Losses of all arms must be equal in every bit. Writes
+benchmarks/kept/ROW_DATE.json with every turn, and the table in benchmarks/README.md. A row whose JSON this build does not take
+yet is refused by name. Nothing else may run on the machine.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import argparse
 import contextlib
 import datetime
 import json
+import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -43,10 +47,11 @@ from ds_vertical.config.section import SECTION, Activations
 from ds_vertical.errors import ConfigError
 from ds_vertical.model.hf import named_shape, read_fields
 from ds_vertical.planner.machine import Profile, read_profile
-from ds_vertical.types import Tier
+from ds_vertical.types import HOLDING, Tier
 
-BASE, PLAN = "none", "plan"
+BASE, PLAN, NULL = "none", "plan", "null"
 NOTHING: Final = {"keep": "none"}
+OPEN: Final = {NULL: {"keep": None}}  # chosen by the run itself
 WITHIN: Final = 0.03  # of the best share's step, and of the step without keeping in the control row
 PREDICTED_WITHIN: Final = 0.15  # of the measured step
 PLAN_S: Final = 45.0  # measuring the machine and a block, once per disk and length
@@ -93,8 +98,8 @@ class Row:
 
 
 ROWS: Final = (
-    Row(16, 8, 2.0, most={PLAN: 0.88}),
-    Row(4, 512, 5.6, others={"free": {"keep": "free"}}, most={PLAN: 0.85, "free": 0.97}),
+    Row(16, 8, 2.0, others=OPEN, most={PLAN: 0.88}),
+    Row(4, 512, 5.6, others={"free": {"keep": "free"}, **OPEN}, most={PLAN: 0.85, "free": 0.97}),
     Row(
         6,
         512,
@@ -115,7 +120,7 @@ ROWS: Final = (
         most={PLAN: 0.84},
         needs=("keep_share", "keep_host_share"),
     ),
-    Row(4, 8, 4.6, limited=True, tiers=(Tier.DEVICE, Tier.SSD)),
+    Row(4, 8, 4.6, limited=True, tiers=(Tier.DEVICE, Tier.SSD), others=OPEN),
 )
 
 
@@ -150,6 +155,11 @@ class Plans:
         spec, seconds = self._pieces(row.tokens)
         return Planner(spec, seconds, self.profile(row.limited), row.micro_batches, row.host_limit)
 
+    def limits(self, row: Row) -> Path:
+        """The file that the machine was measured into, of the row's disk."""
+        given = self._options.limited_machine if row.limited else self._options.machine
+        return (given or predictions.limits_path(row.limited, self._options.runs)).resolve()
+
     def _profile(self, limited: bool) -> Profile:
         given = self._options.limited_machine if limited else self._options.machine
         if given:
@@ -174,6 +184,42 @@ def arms_of(row: Row, planner: Planner) -> dict[str, dict[str, Any]]:
     for activations in found.values():
         refuse_unknown(row, list(activations))
     return found
+
+
+@contextlib.contextmanager
+def limits_for_runs(path: Path) -> Iterator[None]:
+    """Within the block processes that are started plan with this file of `ds-vertical limits`."""
+    before = os.environ.get("DS_VERTICAL_LIMITS")
+    os.environ["DS_VERTICAL_LIMITS"] = str(path)
+    try:
+        yield
+    finally:
+        del os.environ["DS_VERTICAL_LIMITS"]
+        if before is not None:
+            os.environ["DS_VERTICAL_LIMITS"] = before
+
+
+_CHOSEN: Final = re.compile(r'activations\.keep = "(\w+)"((?:, \d+% of the cells on \w+)*) \(null: (.*)\)')
+_SETTLED: Final = re.compile(r"keep null: none: ([^;)\n]*)")
+
+
+def chosen_in(log: str) -> dict[str, Any]:
+    """What a run with the default has chosen, by its log: its `activations` and the reason. Raises ConfigError."""
+    if (found := _CHOSEN.search(log)) is not None:
+        return {"activations": _kept_keys(found[1], found[2]), "reason": found[3]}
+    if (settled := _SETTLED.search(log)) is not None:
+        return {"activations": NOTHING, "reason": settled[1]}
+    raise ConfigError(f"{NULL}: the log does not say what the run keeps")
+
+
+def _kept_keys(policy: str, told: str) -> dict[str, Any]:
+    """The keys that ask for what a line of the log tells, in whole percent."""
+    shares = {tier: int(share) / 100 for share, tier in re.findall(r"(\d+)% of the cells on (\w+)", told)}
+    if policy not in HOLDING:
+        return {"keep": policy} | ({"keep_share": sum(shares.values())} if shares else {})
+    tier = next(each for each in ("ssd", "device", "host") if each in shares)
+    beside = {"keep_host_share": shares["host"]} if tier != "host" and "host" in shares else {}
+    return {"keep": policy, "keep_device": tier, "keep_share": shares[tier]} | beside
 
 
 # ---- the steps
@@ -211,7 +257,8 @@ def run_round(
             turns.append({"order": order, **{arm: steppers[arm].turn()[0] for arm in order}})
             taken = ", ".join(f"{arm} {turns[-1][arm]['step_s']:.2f} s" for arm in configs)
             print(f"round {number + 1}, turn {index + 1}: {taken}", flush=True)
-    return {"warm_up": warm_up, "turns": turns}
+        chosen = {NULL: chosen_in(steppers[NULL].log.read_text(errors="replace"))} if NULL in configs else {}
+    return {"warm_up": warm_up, "turns": turns} | ({"chosen": chosen} if chosen else {})
 
 
 def _rotated(arms: Sequence[str], by: int) -> list[str]:
@@ -256,7 +303,8 @@ def _required(row: Row, found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield _judged(f"{PLAN} over {BASE}", ratios[PLAN], 1 - WITHIN, 1 + WITHIN)
         yield _judged("the plan keeps nothing", float(found["plan_keeps_nothing"]), 1.0, 1.0)
     if row.shares:
-        yield _judged(f"{PLAN} over the best share", ratios[PLAN] / min(ratios.values()), 0.0, 1 + WITHIN)
+        best = min(ratio for arm, ratio in ratios.items() if arm != NULL)  # which keeps in other tiers, too
+        yield _judged(f"{PLAN} over the best share", ratios[PLAN] / best, 0.0, 1 + WITHIN)
     for arm, value in found["predicted_over_measured"].items():
         yield _judged(f"predicted over measured, {arm}", value, 1 - PREDICTED_WITHIN, 1 + PREDICTED_WITHIN)
 
@@ -270,21 +318,25 @@ def measure(row: Row, options: argparse.Namespace, plans: Plans) -> dict[str, An
     refuse_unknown(row, row.needs)
     planner = plans.planner(row)
     arms = arms_of(row, planner)
-    predicted_s = {arm: planner.predicted_s(activations) for arm, activations in arms.items()}
     for arm, activations in arms.items():
-        print(f"{row.name}: {arm} {json.dumps(activations)}: predicted {predicted_s[arm]:.2f} s", flush=True)
+        predicted = "" if arm == NULL else f": predicted {planner.predicted_s(activations):.2f} s"
+        print(f"{row.name}: {arm} {json.dumps(activations)}{predicted}", flush=True)
     configs = {arm: config_of(row, activations, options) for arm, activations in arms.items()}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(inturn.scratch_folder(options, configs[BASE]))
         limit = disk_limit.limited(disk_limit.parse_limit(run.LIMIT), [folder]) if row.limited else contextlib.nullcontext()
         group = stack.enter_context(limit)
         words = _words(row, options, folder)
+        stack.enter_context(limits_for_runs(plans.limits(row)))
         rounds = [run_round(number, options, configs, words, folder, group) for number in range(options.rounds)]
     content = commits.made_of() | {"checkout": commits.describe(run.ROOT), "row": row.name, "model": options.model}
     content |= {"micro_batches": row.micro_batches, "tokens": row.tokens, "clip": 0.0, "host_memory_bytes": row.host_limit}
     content |= {"ssd_limit": None if group is None else group.to_json(), "warm_up": options.warm_up}
     content["planned_with"] = _planned_with(planner)
     content["configs"] = {arm: inturn.placed(config, inturn.NVME_PATH) for arm, config in configs.items()}
+    chosen = {arm: found["activations"] for arm, found in rounds[-1].get("chosen", {}).items()}
+    content |= {"chosen": chosen} if chosen else {}
+    predicted_s = {arm: planner.predicted_s(activations) for arm, activations in (arms | chosen).items()}
     return content | summary(row, rounds, predicted_s, arms[PLAN]) | {"rounds": rounds}
 
 

@@ -109,9 +109,14 @@ def seconds_of(model: str, tokens: int, dtype: str, size: int) -> Seconds:
     return time_pieces(spec, fields, size)
 
 
+def limits_path(limited: bool, out: Path) -> Path:
+    """Where `profile_of` leaves what it has measured."""
+    return out / f"limits{'_limited' * limited}.json"
+
+
 def profile_of(limited: bool, out: Path) -> Profile:
     """This machine, measured now, under the disk limit if there is one."""
-    target = out / f"limits{'_limited' * limited}.json"
+    target = limits_path(limited, out)
     words = ["ds-vertical", "limits", "--path", "/tmp", "--no-keep", "--no-fio", "--config", "configs/gpt_101m_cpu.json"]
     words += ["--out", str(target)]
     words += ["--ssd-limit", run.LIMIT] if limited else []

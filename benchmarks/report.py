@@ -273,7 +273,7 @@ def _kept_cells(content: Mapping[str, Any]) -> Iterator[list[str]]:
             _disk(content["ssd_limit"]),
             _NONE if host is None else f"{host / 1e9:.2f}",
             arm,
-            _keeps(content["configs"][arm]["vertical_schedule"]["activations"]),
+            _keeps(content.get("chosen", {}).get(arm) or content["configs"][arm]["vertical_schedule"]["activations"]),
             _number(seconds),
             _number(content["median_ratio"][arm], 3),
             _NONE if asked is None else _range(asked),

@@ -30,6 +30,11 @@ Order = Literal["vertical", "horizontal"]
 OutsideLayers = Literal["resident", "fetched"]  # parameters outside the layers: there from end to end, or where they are used
 ActivationPolicy = Literal["none", "free", "products", "everything"]  # what a layer's forward keeps for its backward
 HOLDING: Final = ("products", "everything")  # the policies with which bytes of it rest in a tier meanwhile
+BELOW: Final[Mapping[ActivationPolicy, ActivationPolicy]] = (
+    MappingProxyType(  # in the place of a policy that a block cannot have
+        {"everything": "products", "products": "free", "free": "none"}
+    )
+)
 
 _Value = TypeVar("_Value")
 

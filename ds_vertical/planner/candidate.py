@@ -209,8 +209,9 @@ class Candidate:
 
     @property
     def items(self) -> tuple[memory_budget.BudgetItem, ...]:
-        """The memory budget."""
-        return memory_budget.budget(self.shape, self.case.terms, self.case.further)
+        """The memory budget, and what rests on this rank's SSD."""
+        in_memory = memory_budget.budget(self.shape, self.case.terms, self.case.further)
+        return in_memory + memory_budget.ssd_items(self.shape, self.case.terms)
 
     @property
     def ssd_bytes(self) -> float:

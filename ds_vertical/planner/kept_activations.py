@@ -23,7 +23,7 @@ from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_tiers import spread
 from ds_vertical.schedule.activations import LOOK_AHEAD
 from ds_vertical.schedule.events import MAX_SAVES, Cell
-from ds_vertical.types import HOLDING, IN_FILES, ActivationPolicy, Tier, check_number, check_share, refuse
+from ds_vertical.types import BELOW, HOLDING, IN_FILES, ActivationPolicy, Tier, check_number, check_share, refuse
 
 ON_DEVICE: Final = LOOK_AHEAD + 2  # cells there at a time of those that move: one that is made or used, and those loaded ahead
 IN_TRANSIT: Final = MAX_SAVES + LOOK_AHEAD + 1  # cells in host buffers on their way to SSD, and back
@@ -83,6 +83,14 @@ class KeepMenu:
         """The point of a policy; None where others save more for as many bytes."""
         return next((p for p in self.points if p.policy == policy and p.outputs is None), None)
 
+    def at_most(self, policy: ActivationPolicy) -> PolicyPoint:
+        """The point of a policy, or of the next lower one that there is."""
+        while policy != "none":
+            if (point := self.point(policy)) is not None:
+                return point
+            policy = BELOW[policy]
+        return NOTHING
+
 
 def concave(points: Iterable[PolicyPoint]) -> tuple[PolicyPoint, ...]:
     """The points above the line between any two others and "none", fewest bytes first."""
@@ -122,8 +130,8 @@ def _loss(points: Sequence[PolicyPoint], i: int) -> float:
 
 
 def mean_menu(menus: Sequence[KeepMenu]) -> KeepMenu | None:
-    """One menu for layers of several kinds, where all cells follow one policy: bytes and seconds of the mean cell. A policy
-    that a kind lacks keeps nothing there. None where there are no layers."""
+    """One menu for layers of several kinds, where all cells follow one policy: bytes and seconds of the mean cell. A kind that
+    lacks the policy follows the next lower one that it has. None where there are no layers."""
     count = sum(menu.num_layers for menu in menus)
     if not count:
         return None
@@ -132,7 +140,7 @@ def mean_menu(menus: Sequence[KeepMenu]) -> KeepMenu | None:
     names: dict[ActivationPolicy, None] = {p.policy: None for menu in menus for p in menu.points if p.outputs is None}
     points = []
     for name in names:
-        own = [(menu.num_layers / count, menu.point(name) or NOTHING) for menu in menus]
+        own = [(menu.num_layers / count, menu.at_most(name)) for menu in menus]
         points.append(PolicyPoint(name, sum(w * p.num_bytes for w, p in own), sum(w * p.saved_s for w, p in own)))
     return KeepMenu(" and ".join(menu.kind for menu in menus), count, concave(points))
 

@@ -457,19 +457,5 @@ def _bytes(
 ) -> Mapping[Tier, float]:
     """Bytes in each tier with things resting as `shape.placement` says."""
     items = memory_budget.budget(shape, terms, further)
-    in_memory = {tier: float(memory_budget.total_bytes(items, tier)) for tier in (Tier.DEVICE, Tier.HOST)}
-    return per_tier({**in_memory, Tier.SSD: _ssd_bytes(shape, terms)})
-
-
-def _ssd_bytes(shape: ModelShape, terms: memory_budget.BudgetTerms) -> float:
-    stepped, frozen = shape.stepped_elements, shape.num_elements - shape.stepped_elements
-    gradients = terms.held_share * shape.gradient_bytes * shape.in_files(TensorKind.GRADIENTS)
-    files = stepped * (shape.written_bytes * shape.generations + gradients)
-    files = (files + frozen * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)) / shape.num_shards
-    kept = shape.kept.resting_bytes(shape.num_layers, terms.num_micro_batches) if shape.kept else {}
-    return files + _ssd_activations(shape, terms) * shape.in_files(TensorKind.ACTIVATIONS) + kept.get(Tier.SSD, 0.0)
-
-
-def _ssd_activations(shape: ModelShape, terms: memory_budget.BudgetTerms) -> float:
-    """Inputs of all layers, and the gradients between two."""
-    return float(terms.num_micro_batches * (shape.num_layers + 2) * shape.activation_bytes)
+    items += memory_budget.ssd_items(shape, terms)
+    return per_tier({tier: float(memory_budget.total_bytes(items, tier)) for tier in Tier})

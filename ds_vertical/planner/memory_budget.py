@@ -116,6 +116,29 @@ def total_bytes(items: tuple[BudgetItem, ...], tier: Tier) -> int:
     return sum(item.num_bytes for item in items if item.tier == tier)
 
 
+def ssd_items(shape: ModelShape, terms: BudgetTerms) -> tuple[BudgetItem, ...]:
+    """What rests on this rank's SSD, largest first."""
+    return tuple(sorted((item for item in _ssd(shape, terms) if item.num_bytes), key=lambda item: -item.num_bytes))
+
+
+def _ssd(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
+    stepped, rank = (elements / shape.num_shards for elements in (shape.stepped_elements, shape.num_elements))
+    state = stepped * shape.state_bytes * shape.in_files(TensorKind.STATE)
+    yield _item(Tier.SSD, "optimizer state", state, "zero_optimization.offload_optimizer.device")
+    weights = rank * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
+    yield _item(Tier.SSD, "parameters", weights, "zero_optimization.offload_param.device")
+    second = stepped * shape.written_bytes * (shape.generations - 1)
+    yield _item(Tier.SSD, "second generation of both", second, "vertical_schedule.on_nonfinite")
+    waiting = stepped * shape.gradient_bytes * terms.held_share * shape.in_files(TensorKind.GRADIENTS)
+    yield _item(Tier.SSD, "waiting gradients", waiting, "vertical_schedule.gradient_host_share")
+    inputs = terms.num_micro_batches * (shape.num_layers + 2) * shape.activation_bytes  # and the gradients between two layers
+    inputs *= shape.in_files(TensorKind.ACTIVATIONS)
+    yield _item(Tier.SSD, "inputs of layers", inputs, "vertical_schedule.activations.device")
+    if shape.kept is not None:
+        resting = shape.kept.resting_bytes(shape.num_layers, terms.num_micro_batches)
+        yield _item(Tier.SSD, "kept for the backward", resting[Tier.SSD], _KEEP)
+
+
 def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     rank = shape.num_elements / shape.num_shards
     pre_files, *layer_files = shape.unit_files

@@ -99,8 +99,8 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class KeptRecord:
-    """What the forwards of one step kept on this rank: by a policy, for `shares` of the cells (one layer of one micro-batch
-    each) by the tier asked for; and the cells and bytes that have really rested in each tier."""
+    """What the forwards of one step kept on this rank: by the policy in force, for `shares` of the cells (one layer of one
+    micro-batch each) by the tier asked for; and the cells and bytes that have really rested in each tier."""
 
     policy: ActivationPolicy
     shares: tuple[tuple[Tier, float], ...]

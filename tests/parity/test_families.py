@@ -21,6 +21,7 @@ from harness import (
     largest_relative,
     run_arm,
     small_buffers,
+    two_memories,
 )
 from torch import nn
 
@@ -110,18 +111,43 @@ def stock_run(name: str) -> Run:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_family_is_bit_identical_to_stock_with_every_policy(tmp_path: Path, name: str, policy: str) -> None:
     """Micro-batches of other lengths are other kinds of calls, each tried in the first step and kept in the others."""
-    found: list[tuple[str, bool]] = []
+    found, _ = run_keeping(tmp_path, name, KEEPS[policy])
+    falls_back = found != {(policy, True)}
+    assert falls_back == ((name, policy) in FALLS_BACK), found
+
+
+def run_keeping(folder: Path, name: str, activations: dict[str, Any]) -> tuple[set[tuple[str, bool]], dict[str, int]]:
+    """Compare a family's steps with stock's. Returns by which policies calls are kept and whether these are tried, and how many
+    cells have rested in each tier."""
+    found: set[tuple[str, bool]] = set()
+    cells: dict[str, int] = {}
 
     def note(engine: Any, step: int) -> None:
         assert_layers_on_ssd(engine, step)
-        found[:] = [(kind.policy, kind.is_tried) for kind in engine._runner.kinds.found]
+        found.clear()
+        found.update((kind.policy, kind.is_tried) for kind in engine._runner.kinds.found)
+        cells.clear()
+        cells.update((tier.value, count) for tier, count in engine.kept.cells if count)
+        cells["all"] = NUM_MICRO_BATCHES * (engine.layers.num_layers - 1)
 
-    family, config = BY_NAME[name], config_in(tmp_path, section={"activations": KEEPS[policy]})
+    family, config = BY_NAME[name], config_in(folder, section={"activations": activations})
     batches = family.batches(NUM_STEPS, NUM_MICRO_BATCHES)
     vertical = run_arm(config, family.builder(), batches, vertical=True, between=note)
     assert_identical(stock_run(name), vertical)
-    falls_back = not found or set(found) != {(policy, True)}
-    assert falls_back == ((name, policy) in FALLS_BACK), found
+    return found, cells
+
+
+@SLOW
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize(("name", "policy"), [("llama", "products"), ("llama", "everything"), ("mixtral", "everything")])
+def test_a_dense_family_and_one_of_experts_keep_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, policy: str, tier: str
+) -> None:
+    """What all families keep on SSD, two of them keep in the other tiers."""
+    if tier == "host":
+        two_memories(monkeypatch)
+    found, cells = run_keeping(tmp_path, name, {"keep": policy, "keep_device": tier})
+    assert found == {(policy, True)} and cells == {tier: cells["all"], "all": cells["all"]}
 
 
 @pytest.mark.parametrize("build", [sequential, handwritten])

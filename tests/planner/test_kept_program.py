@@ -212,6 +212,10 @@ def test_kinds_of_blocks_have_one_menu_for_one_policy() -> None:
         "products": (6 * 2e8 / 8, pytest.approx(6 * 0.042 / 8)),
         "everything": ((6 * 6e8 + 2 * 1e8) / 8, pytest.approx((0.3 + 0.02) / 8)),
     }
+    low = mean_menu((MENU, KeepMenu("low", 2, (FREE, PRODUCTS))))  # keeps its products where the others keep everything
+    point = low and low.point("everything")
+    assert point is not None and point.saved_s == pytest.approx((6 * 0.05 + 2 * 0.042) / 8)
+    assert point.num_bytes == (6 * 6e8 + 2 * 2e8) / 8
     assert mean_menu((MENU,)) is MENU and mean_menu(()) is None
 
 

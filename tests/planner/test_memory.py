@@ -9,6 +9,7 @@ import pytest
 
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint
+from ds_vertical.planner.linear_program import LpProblem, tier_bytes
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.memory_budget import (
     SLOTS,
@@ -18,6 +19,7 @@ from ds_vertical.planner.memory_budget import (
     budget_lines,
     check_budget,
     reduce_bytes,
+    ssd_items,
     total_bytes,
 )
 from ds_vertical.planner.memory_timeline import changes
@@ -56,6 +58,28 @@ def test_the_items_by_hand() -> None:
         ("device", "gradient sums"): (1000 + 100) * 4,
         ("device", "activations between layers"): (3 * 4 + 2) * 700,
     }
+
+
+def test_what_rests_on_the_ssd_by_hand() -> None:
+    """Of 4100 elements half have their parameters there, and 3000 are trained; the sum is what the linear program counts."""
+    placed = Placement.of(parameters_on_ssd=0.5, gradients_on_ssd=0.25, activations_on_ssd=0.5)
+    kept = KeptShare(PolicyPoint("everything", 600.0, 1.0), ssd=1.0)
+    shape = replace(SHAPE, placement=placed, generations=2, kept=kept, gradients=(0, 1000, 1000, 1000, 0))
+    terms = BudgetTerms(num_micro_batches=3, held_share=0.5)
+    found = ssd_items(shape, terms)
+    assert {item.what: item.num_bytes for item in found} == {
+        "optimizer state": 3000 * 12,
+        "parameters": 4100 * 2 // 2,
+        "second generation of both": 3000 * (12 + 1),
+        "waiting gradients": 3000 * 4 // 8,
+        "inputs of layers": 3 * (4 + 2) * 700 // 2,
+        "kept for the backward": 3 * (3 - 1) * 600,  # of the layer before the last nothing goes there
+    }
+    assert {item.tier for item in found} == {Tier.SSD} and all(item.key for item in found)
+    problem = LpProblem(shape, DEVICE, terms, dict.fromkeys(Tier), 0.0, True)
+    assert tier_bytes(problem, placed, Tier.SSD) == sum(item.num_bytes for item in found)
+    alone = replace(SHAPE, placement=Placement.of(parameters_on_ssd=0.0, state_on_ssd=0.0))
+    assert ssd_items(alone, terms) == ()
 
 
 def test_ends_that_are_away_count_where_they_are_used() -> None:

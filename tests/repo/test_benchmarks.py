@@ -15,7 +15,9 @@ import pytest
 from places import ROOT
 
 from ds_vertical.cli.bench import ab, machine_info
+from ds_vertical.engine.keeping.keeping import describe_keeping
 from ds_vertical.errors import ConfigError
+from ds_vertical.types import ActivationSettings, Tier
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -322,9 +324,36 @@ def test_what_is_kept_is_held_against_none_within_the_turns_and_against_what_is_
     config = {"vertical_schedule": {"activations": {"keep": "everything", "keep_device": "ssd", "keep_share": 0.75}}}
     content = {key: BUSY_CONTENT[key] for key in ("date", "machine", "checkout")} | found
     content |= {"micro_batches": 6, "tokens": 512, "host_memory_bytes": None, "ssd_limit": CONTENT["ssd_limit"]}
-    table = report.kept_table([content | {"row": row.name, "configs": dict.fromkeys(KEPT_ARMS, config)}])
+    content |= {"row": row.name, "configs": dict.fromkeys(KEPT_ARMS, config)}
+    table = report.kept_table([content])
     cells = "| 6 | 512 | 300/500 MB/s | - | plan | everything, 75% on ssd | 12.30 | 0.820 | 0.88 | 0.800 | 0.65 | equal |"
     assert cells in table
+    chosen = {"plan": {"keep": "products", "keep_device": "device", "keep_share": 0.5}}
+    assert "| plan | products, 50% on device | 12.30 |" in report.kept_table([content | {"chosen": chosen}])
+
+
+def test_what_a_run_with_the_default_has_chosen_is_read_from_its_log() -> None:
+    """The line that the engine prints, and the one of a run that has nothing to choose."""
+    told = describe_keeping(ActivationSettings(None, 0.0, 0.0, "everything", Tier.SSD, 0.75, 0.25))
+    found = kept.chosen_in(f"ds_vertical: a line\nds_vertical: vertical_schedule.{told} (null: planned (so), 5% less)\n")
+    assert found["activations"] == {
+        "keep": "everything",
+        "keep_device": "ssd",
+        "keep_share": 0.75,
+        "keep_host_share": 0.25,
+    }
+    assert found["reason"] == "planned (so), 5% less"
+    for policy, keys in (("none", {"keep": "none"}), ("free", {"keep": "free", "keep_share": 1.0})):
+        told = describe_keeping(ActivationSettings(None, 0.0, 0.0, policy))
+        assert kept.chosen_in(f"vertical_schedule.{told} (null: why)")["activations"] == keys
+    settled = kept.chosen_in("activations (default; keep null: none: plans are made for the vertical order alone)")
+    assert settled == {"activations": kept.NOTHING, "reason": "plans are made for the vertical order alone"}
+    with pytest.raises(ConfigError, match="null: the log does not say"):
+        kept.chosen_in("keep null: chosen behind the first step, which measures what it would save")
+    row, _ = kept_row({}, {})
+    ratios = {"none": 1.0, "plan": 0.82, "share 1": 0.8, "null": 0.5}  # null may keep in memory, where the row's plan may not
+    content = {"median_ratio": ratios, "predicted_over_measured": {}, "plan_keeps_nothing": False}
+    assert {each["what"]: each["met"] for each in kept._required(row, content)}["plan over the best share"]
 
 
 def test_a_row_with_keys_that_the_build_lacks_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -350,10 +379,13 @@ def test_what_is_kept_is_measured_in_turn(tmp_path: Path) -> None:
     assert kept.main(["--only", "m4_s512", "--rounds", "1", "--turns", "2", "--warm-up", "1", *words]) == 0
     (path,) = (tmp_path / "kept").iterdir()
     content = json.loads(path.read_text())
-    assert content["losses_equal"] and {*content["median_s"]} == {"none", "plan", "free"}
+    assert content["losses_equal"] and {*content["median_s"]} == {"none", "plan", "free", "null"}
     orders = [turn["order"] for turn in content["rounds"][0]["turns"]]
-    assert orders == [["none", "plan", "free"], ["plan", "free", "none"]]
+    assert orders == [["none", "plan", "free", "null"], ["plan", "free", "null", "none"]]
     assert content["configs"]["free"]["vertical_schedule"]["activations"] == {"keep": "free"}
+    assert content["configs"]["null"]["vertical_schedule"]["activations"] == {"keep": None}
+    assert content["chosen"]["null"]["keep"] in ("none", "free", "products", "everything")
+    assert content["rounds"][0]["chosen"]["null"]["reason"].startswith("planned from the limits of ")
     assert all(content["predicted_s"].values()) and str(tmp_path) not in path.read_text()
     assert "| 4 | 512 | full | - | free | free |" in (tmp_path / "README.md").read_text()
     assert not [*(tmp_path / "ssd").iterdir()], "files were left on the SSD"

@@ -393,3 +393,12 @@ class TwoMemories:
         from ds_vertical.compat import accelerator
 
         return getattr(accelerator, name)
+
+
+def two_memories(monkeypatch: Any) -> None:
+    """Let an engine see two memories: on one nothing that is kept moves to the host's. `monkeypatch`: pytest's."""
+    from ds_vertical.engine import assembly
+    from ds_vertical.engine.keeping import keeping
+
+    for module in (assembly, keeping):
+        monkeypatch.setattr(module, "accelerator", TwoMemories())

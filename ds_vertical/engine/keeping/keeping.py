@@ -75,7 +75,8 @@ class RunKeeping:
         held = {} if store is None else store.resting
         cells = tuple((tier, count) for tier, (count, _) in held.items())
         num_bytes = tuple((tier, size) for tier, (_, size) in held.items())
-        return KeptRecord(settings.keep, tuple(settings.kept_shares.items()), cells, num_bytes)
+        policy = settings.keep if self._kinds is None else self._kinds.in_force
+        return KeptRecord(policy, tuple(settings.kept_shares.items()), cells, num_bytes)
 
     @property
     def is_asked(self) -> bool:

@@ -85,7 +85,7 @@ def nothing_measured(reason: str, room: Mapping[Tier, float | None]) -> Measured
 
 
 def _mean_points(own: Sequence[tuple[BlockTimes, int]]) -> dict[ActivationPolicy, tuple[float, float]]:
-    """Bytes and seconds of the mean block; a class that lacks a policy keeps nothing by it."""
+    """Bytes and seconds of the mean block; a class that lacks a policy follows the next lower one."""
     menus = [KeepMenu(str(n), count, concave(_policy_points(block))) for n, (block, count) in enumerate(own)]
     mean = mean_menu(menus)
     found: dict[ActivationPolicy, tuple[float, float]] = {p.policy: (0.0, 0.0) for each, _ in own for p in each.points}

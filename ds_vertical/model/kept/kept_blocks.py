@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ds_vertical.model.block_call import BlockCall, BlockGraph, requires_grad
 from ds_vertical.model.kept.block_backward import InputGradients, Leaves, all_finite, run_backward, same_gradients
-from ds_vertical.model.kept.kinds import MOST_VIEWS_LEFT, KeptKinds, Kind
+from ds_vertical.model.kept.kinds import MOST_VIEWS_LEFT, OTHER_OPERATIONS, KeptKinds, Kind
 from ds_vertical.model.kept.recording import Recording
 from ds_vertical.model.kept.replay import Grab, OperationsDiffer, Replay, Results
 from ds_vertical.model.kept.slots import VIEW_LEFT, KeptStorage, Slots, unpack
@@ -107,7 +107,7 @@ class KeptBlocks:
         if recording is not None:
             plan, reason = recording.plan(kept.kind.policy, leaves)
             if plan is None:
-                self._kinds.give_up(kept.kind, self._blocks[block], reason)
+                self._kinds.give_up(kept.kind, self._blocks[block], reason, of_recomputes=True)
                 return
             kept.kind.plan, kept.shown = plan, list(recording.outputs)
             kept.results = Results.of_recording(recording, plan)
@@ -180,7 +180,7 @@ class KeptBlocks:
                 with leaves.apart(mine):
                     found = run_backward(graph, grads, waiting)
         except OperationsDiffer:
-            differs = "it does not run the same operations each time"
+            differs = OTHER_OPERATIONS
         with again(contextlib.nullcontext()) as graph:
             self._check_forward(block, kept, graph)
             leaves = Leaves.of(graph)
@@ -195,7 +195,7 @@ class KeptBlocks:
         if differs is None and not (alike and same_gradients([found.get(key) for key in keys], list(plain.values()))):
             differs = "the gradients of its first backward differ from those of a whole recompute"
         if differs is not None:
-            self._kinds.give_up(kept.kind, self._blocks[block], differs)
+            self._kinds.give_up(kept.kind, self._blocks[block], differs, of_recomputes=differs is OTHER_OPERATIONS)
         kept.kind.is_tried |= all_finite([*theirs, *plain.values()])  # NaN would hide NaN
         return plain
 
@@ -204,9 +204,8 @@ class KeptBlocks:
         functions run otherwise while torch shows its operations. The step then starts over, and records nothing there."""
         now = [value.detach() for value in graph.outputs if isinstance(value, torch.Tensor)]
         if kept.shown and not same_gradients(now, kept.shown):
-            self._kinds.give_up(
-                kept.kind, self._blocks[block], "its forward computes other bits while its operations are recorded"
-            )
+            told = "its forward computes other bits while its operations are recorded"
+            self._kinds.give_up(kept.kind, self._blocks[block], told, of_recomputes=True)
             raise StateMissed("")
 
 

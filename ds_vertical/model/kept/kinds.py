@@ -2,8 +2,13 @@
 
 [Note: trial] Whether a way of keeping gives a block the gradients that it has without, its first call of a kind shows: that
 call's backward runs both ways, and the bits are compared. In that trial all memory that the way leaves out of the computation
-is filled with NaN, so that what reads it shows. Where a bit differs the kind keeps nothing from then on. What the step computes
-comes from the plain way, however the trial ends. Gradients that are not finite tell nothing, and the next call is tried.
+is filled with NaN, so that what reads it shows. Where a bit differs the kind gives its policy up. What the step computes comes
+from the plain way, however the trial ends. Gradients that are not finite tell nothing, and the next call is tried.
+
+[Note: falls] A kind that gives its policy up keeps nothing of the calls that have begun. Later calls are of a kind with the
+next lower policy, which has a trial of its own, and so on down to "none". What forbids to leave operations out of a recompute
+forbids "products" and "free" alike, and "none" follows at once. Each rank falls by itself: what another one keeps changes
+neither its schedule, in which events of cells that keep nothing do nothing, nor its bits.
 """
 
 from __future__ import annotations
@@ -20,20 +25,23 @@ from ds_vertical.model.kept.recording import CallPlan
 from ds_vertical.model.layers import Block, LayerMap
 from ds_vertical.model.state.containers import SIMPLE, is_internal
 from ds_vertical.schedule.events import Cell, Unit
-from ds_vertical.types import ActivationPolicy
+from ds_vertical.types import BELOW, ActivationPolicy
 
+OTHER_OPERATIONS = "it does not run the same operations each time"
 MOST_VIEWS_LEFT = 3  # calls in a row, see `Kind`
 _MOST_KINDS = 256  # with a plan of their own each; calls of further kinds keep nothing
 
 
 @dataclass(eq=False)
 class Kind:
-    """How the calls of one kind keep. `policy`: in force; `is_tried`: the trial has been passed. `plan`: of the operations that
-    the backward leaves out or finds ready; None until a call has been recorded, and where there is nothing to plan.
+    """How the calls of one kind keep. `policy`: in force, "none" once it is given up; `below`: of its later calls then.
+    `is_tried`: the trial has been passed. `plan`: of the operations that the backward leaves out or finds ready; None until a
+    call has been recorded, and where there is nothing to plan.
     `num_views_left`: calls in a row behind which more tensors lay over a parameter's memory than ahead of them. One may be
     another thread's, which steps parameters of other layers in the same memory: that call keeps nothing."""
 
     policy: ActivationPolicy
+    below: ActivationPolicy = "none"
     is_tried: bool = False
     plan: CallPlan | None = None
     num_views_left: int = 0
@@ -49,12 +57,18 @@ class KeptKinds:
     cells: Collection[Cell] | None = None
     _kinds: dict[Hashable, Kind] = field(default_factory=dict, init=False)
     _own: set[int] = field(default_factory=set, init=False)  # blocks that are a class of their own
-    _said: set[tuple[type, str]] = field(default_factory=set, init=False)
+    _said: set[tuple[type, ActivationPolicy, str]] = field(default_factory=set, init=False)
 
     @property
     def found(self) -> list[Kind]:
         """The kinds so far."""
         return list(self._kinds.values())
+
+    @property
+    def in_force(self) -> ActivationPolicy:
+        """The policy by which calls keep: the one asked for, but where all that keep have fallen to the same other one."""
+        found: set[ActivationPolicy] = {kind.policy for kind in self.found if kind.policy != "none"}
+        return found.pop() if len(found) == 1 else self.policy
 
     def blocks_of(self, micro_batch: int, layers: LayerMap) -> frozenset[int]:
         """The blocks of a micro-batch that keep, by their numbers."""
@@ -63,49 +77,57 @@ class KeptKinds:
 
     def of(self, index: int, block: Block, call: BlockCall, compiled: bool) -> Kind:
         """The kind of a call of a block, by the block's number. `compiled`: the block's forward is."""
-        reason = obstacle(block.module, self.policy, compiled)
-        if reason is not None:
-            self._note(block, reason)
-            return Kind("none")
-        key = self._key(index, block, call)
-        kind = self._kinds.get(key)
-        if kind is None and len(self._kinds) >= _MOST_KINDS:
-            self._note(block, f"its calls have come in {_MOST_KINDS} forms, and each is planned for and tried by itself")
-            return Kind("none")
-        if kind is None:
-            kind = self._kinds[key] = Kind(self.policy)
-        return kind
+        policy = self.policy
+        while policy != "none":
+            reason = obstacle(block.module, policy, compiled)
+            if reason is not None:
+                self._note(block, "none", reason)
+                break
+            key = self._key(policy, index, block, call)
+            kind = self._kinds.get(key)
+            if kind is None and len(self._kinds) >= _MOST_KINDS:
+                told = f"its calls have come in {_MOST_KINDS} forms, and each is planned for and tried by itself"
+                self._note(block, "none", told)
+                break
+            if kind is None:
+                below = BELOW[policy] if obstacle(block.module, BELOW[policy], compiled) is None else "none"
+                kind = self._kinds[key] = Kind(policy, below)
+            if kind.policy != "none":
+                return kind
+            policy = kind.below
+        return Kind("none")
 
-    def give_up(self, kind: Kind, block: Block, reason: str) -> None:
-        """Keep nothing of this kind from now on."""
+    def give_up(self, kind: Kind, block: Block, reason: str, of_recomputes: bool = False) -> None:
+        """The kind's policy is not right: later calls fall to the next lower one. `of_recomputes`: the reason forbids to leave
+        operations out of any recompute, and they keep nothing. See [Note: falls]."""
         if kind.policy != "none":
             kind.policy, kind.plan = "none", None
-            self._note(block, reason)
+            kind.below = "none" if of_recomputes else kind.below
+            self._note(block, kind.below, reason)
 
     def separate(self, index: int, kind: Kind, block: Block) -> None:
         """A call of the block ran other operations than those planned: let the block be a kind of its own, once; where it is
         one, keep nothing of it."""
         if index in self._own:
-            self.give_up(kind, block, "it does not run the same operations each time")
+            self.give_up(kind, block, OTHER_OPERATIONS, of_recomputes=True)
         self._own.add(index)
 
-    def _key(self, index: int, block: Block, call: BlockCall) -> Hashable:
+    def _key(self, policy: ActivationPolicy, index: int, block: Block, call: BlockCall) -> Hashable:
         state = call.state
-        exact = self.policy != "everything"  # what autograd saves is told anew in each call, operations are planned once
+        exact = policy != "everything"  # what autograd saves is told anew in each call, operations are planned once
         forms = tuple(_form_of(value, exact) for value in call.args)
-        own = index if index in self._own else -1
+        own = index if exact and index in self._own else -1
         modes = tuple(module.training for module in block.module.modules())
         trained = tuple(param.requires_grad for param in block.module.parameters())  # decides what autograd saves
-        return type(block.module), own, modes, trained, forms, call.spec, state.grad, state.inference, state.autocast
+        about_block = type(block.module), own, modes, trained
+        return policy, *about_block, forms, call.spec, state.grad, state.inference, state.autocast
 
-    def _note(self, block: Block, reason: str) -> None:
-        kind = type(block.module), reason
-        if kind not in self._said:
-            self._said.add(kind)
-            name = type(block.module).__name__
-            self.say(
-                f'vertical_schedule.activations.keep: "none" in place of "{self.policy}" for {name} ({block.path}): {reason}'
-            )
+    def _note(self, block: Block, instead: ActivationPolicy, reason: str) -> None:
+        said = type(block.module), instead, reason
+        if said not in self._said:
+            self._said.add(said)
+            place = f"{type(block.module).__name__} ({block.path})"
+            self.say(f'vertical_schedule.activations.keep: "{instead}" in place of "{self.policy}" for {place}: {reason}')
 
 
 def _form_of(value: object, exact: bool) -> Hashable:

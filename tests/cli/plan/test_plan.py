@@ -31,6 +31,7 @@ from ds_vertical.planner import machine as profile
 from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.model_shape import ModelShape, Seconds
+from ds_vertical.types import Tier
 
 SHAPES = ROOT / "configs" / "models"
 
@@ -336,8 +337,11 @@ def test_175b_is_planned_in_under_ten_seconds(clip: str) -> None:
 def test_175b_is_planned_on_one_card_of_24_gb(capsys: pytest.CaptureFixture[str], host_memory: str) -> None:
     options = ["--model", "gpt_175b", "--tokens-per-step", "65536", "--clip", "0", "--machine", "rtx4090_desktop"]
     found = planned(capsys, *options, "--host-memory", host_memory)
-    needed = {tier: sum(item["num_bytes"] for item in found["memory"] if item["tier"] == tier) for tier in ("device", "host")}
+    needed = {tier: sum(item["num_bytes"] for item in found["memory"] if item["tier"] == tier) for tier in Tier}
     assert needed["device"] <= 23e9 and needed["host"] <= 1e9 * int(host_memory.removesuffix("G"))
+    assert found["ssd_bytes"] == needed["ssd"] <= 3.6e12
+    on_ssd = {item["what"]: item["num_bytes"] for item in found["memory"] if item["tier"] == "ssd"}
+    assert on_ssd["optimizer state"] == 12 * found["model"]["elements"] and "second generation of both" not in on_ssd
     assert all(item["what"] and item["key"] for item in found["memory"])
     section = found["config"]["vertical_schedule"]
     assert section["outside_layers"] == "fetched" and section["on_nonfinite"] == "stop" and section["prefetch_layers"] == 0
