@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ import torch
 
 from ds_vertical.compat import accelerator
 from ds_vertical.compat.accelerator import dist, init_distributed
-from ds_vertical.distributed.failure_watch import FailureWatch, end_process
+from ds_vertical.distributed.failure_watch import FailureWatch, end_now, end_process
 from ds_vertical.errors import OtherRankError
 from ds_vertical.io.runs import run_dir
 from ds_vertical.io.runs.this_host import host_id
@@ -177,9 +178,14 @@ def collective(method: Callable[P, R]) -> Callable[P, R]:
 
 @atexit.register
 def _leave() -> None:
-    """The others learn how this process ends: of an error that nobody has caught, too."""
-    if _watch is not None:
-        _watch.close(getattr(sys, "last_value", None))
+    """The others learn how this process ends: of an error that nobody has caught, too. After the loss of a host such an error
+    ends the process here: torch's own exit would wait for connections to that host."""
+    if _watch is None:
+        return
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, OtherRankError) and _watch.is_host_lost:
+        end_now([run_dir.release_all, logging.shutdown])  # `_watch` has told the others already
+    _watch.close(error)
 
 
 def _forget_in_child() -> None:

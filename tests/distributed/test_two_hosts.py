@@ -23,10 +23,10 @@ from two_hosts import NAMES, Launch, TwoHosts, launch, results, wait_for
 from ds_vertical.cli.bench import disk_limit
 
 slow = pytest.mark.slow
-pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(900)]
 RATE = "500mbit"
 NAMED_S = 15.0  # from the loss of a host until the other one's ranks have named it
-ENDED_S = 60.0  # until they have ended: a second later, but for what torch tears down, on cores that other work may share
+ENDED_S = 15.0  # until they have ended, as docs/multi-node.md says
 SEND = """
 import socket, sys, time
 peer = socket.create_connection(("nodeB", 5000))
@@ -136,6 +136,12 @@ def loop_on(hosts: TwoHosts) -> Launch:
     return launched
 
 
+def check_first_error(log: str, host: str, cause: str) -> None:
+    """Of those that a host's ranks print the first names the cause."""
+    errors = [line for line in log.splitlines() if line.startswith(host) and re.search(r"\w*Error: ", line)]
+    assert errors and f"OtherRankError: train_batch: {cause}" in errors[0], log
+
+
 @slow
 @pytest.mark.parametrize("lost", NAMES)
 @pytest.mark.parametrize("how", ["vanishes", "is emptied"])
@@ -150,13 +156,11 @@ def test_a_host_that_is_lost_ends_the_other_and_is_named(tmp_path: Path, how: st
             for pid in gone.processes(two_hosts.WORKER):
                 os.kill(pid, signal.SIGKILL)
         assert left.processes(two_hosts.WORKER)
-        named_s = wait_for(lambda: "OtherRankError: " in launched.log(), 60)
-        ended_s = named_s + wait_for(lambda: not left.processes(two_hosts.WORKER), 60)
-        log = launched.log()
+        named_s = launched.wait_for(lambda: "OtherRankError: " in launched.log(), 60)
+        ended_s = named_s + launched.wait_for(lambda: not left.processes(two_hosts.WORKER), 60)
         print(f"named after {named_s:.1f} s, ended after {ended_s:.1f} s")
-        said = next(line for line in log.splitlines() if "OtherRankError: " in line and line.startswith(left.name))
-        assert f"OtherRankError: train_batch: host {lost} (rank {NAMES.index(lost)}) has " in said, log
-        assert named_s < NAMED_S and ended_s < ENDED_S, log
+        check_first_error(launched.log(), left.name, f"host {lost} (rank {NAMES.index(lost)}) has ")
+        assert named_s < NAMED_S and ended_s < ENDED_S, launched.log()
 
 
 @slow
