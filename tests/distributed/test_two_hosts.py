@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import hops
 import pytest
 import two_hosts
 from ab_runs import BASE, SCRIPT, write
@@ -164,18 +165,20 @@ def test_a_host_that_is_lost_ends_the_other_and_is_named(tmp_path: Path, how: st
 
 
 @slow
-@pytest.mark.parametrize("hop", ["_all_gathered", "_scattered_sums"])
-def test_a_host_that_vanishes_within_a_hop_over_levels_is_named(tmp_path: Path, hop: str) -> None:
-    """SPREAD and the gather of a copy, REDUCE and CROSS."""
+@pytest.mark.parametrize("event", hops.HOPS)
+def test_a_host_that_vanishes_within_a_hop_over_levels_is_named(tmp_path: Path, event: str) -> None:
     with TwoHosts(tmp_path, RATE) as hosts:
-        launched = Launch(hosts, ["--levels", "2", "--loop", "--stand-in", hop], ranks_per_host=2)
-        wait_for(lambda: len(list(launched.out.glob("inside*"))) == 2 or launched.process.poll() is not None, 200)
+        launched = Launch(hosts, ["--levels", "2", "--loop", "--stand-in", event], ranks_per_host=2)
+        inside = [launched.out / f"inside{rank}" for rank in (2, 3)]
+        launched.wait_for(lambda: all(map(Path.exists, inside)) or launched.process.poll() is not None, 400)
+        members = [json.loads(path.read_text()) for path in inside]
+        assert members == ([[0, 2], [1, 3]] if hops.HOPS[event][1] else [[2, 3]] * 2)
         hosts.hosts[1].vanish()
-        named_s = wait_for(lambda: "OtherRankError: " in launched.log(), 60)
-        wait_for(lambda: not hosts.hosts[0].processes(two_hosts.WORKER), 60)
-        assert "OtherRankError: train_batch: host nodeB (ranks 2, 3) has " in launched.log() and named_s < NAMED_S, (
-            launched.log()
-        )
+        named_s = launched.wait_for(lambda: "OtherRankError: " in launched.log(), 60)
+        ended_s = named_s + launched.wait_for(lambda: not hosts.hosts[0].processes(two_hosts.WORKER), 60)
+        print(f"named after {named_s:.1f} s, ended after {ended_s:.1f} s")
+        check_first_error(launched.log(), "nodeA", "host nodeB (ranks 2, 3) has ")
+        assert named_s < NAMED_S and ended_s < ENDED_S, launched.log()
 
 
 @slow
