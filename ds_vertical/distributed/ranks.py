@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, ParamSpec, TypeVar
@@ -200,6 +201,11 @@ os.register_at_fork(after_in_child=_forget_in_child)
 def ranks_on_this_host() -> int:
     """The number of ranks that run on the host of this one. Collective."""
     return all_gathered(host_id()).count(host_id())
+
+
+def most_ranks_on_a_host() -> int:
+    """The number of ranks of the host that runs most of them. Collective."""
+    return max(Counter(all_gathered(host_id())).values())
 
 
 def ranks_on_these_cores() -> int:

@@ -101,11 +101,13 @@ def choose_timing(
     room: Room,
 ) -> RunSettings:
     """`resolved` with `prefetch_layers` and `optimizer_delay` planned where the JSON leaves them null. `report`: of
-    `ds-vertical limits`, None where there is none: then the fixed rules stand. `forecast`: by these."""
+    `ds-vertical limits`, None where there is none: then the fixed rules stand. `forecast`: by these. The plan is for the rank
+    with the least room, on the host with the most ranks."""
     free = [key for key in ("prefetch_layers", "optimizer_delay") if getattr(section, key) is None]
     if not (free and resolved.overlap and resolved.order == "vertical"):
         return resolved
-    chosen, ranks_here = None, ranks.ranks_on_this_host()
+    chosen, ranks_here = None, ranks.most_ranks_on_a_host()
+    room = min(ranks.all_gathered(room), key=_left)
     if report is not None and ranks.rank() == 0:
         with contextlib.suppress(CostsError):  # of an older version, or nothing that this model can be planned by: the rules
             profile, tokens = Profile.from_dict("this machine", report), _tokens(model, forecast.micro_batch_size)
@@ -118,6 +120,11 @@ def choose_timing(
     values = {"prefetch_layers": window, "optimizer_delay": delay}
     reasons = MappingProxyType({**resolved.reasons, **{key: f"null: {reason}" for key in free if values[key] is not None}})
     return replace(resolved, **{key: values[key] for key in free}, reasons=reasons)
+
+
+def _left(room: Room) -> int:
+    allowed, baseline = room
+    return allowed - baseline
 
 
 def _chosen(

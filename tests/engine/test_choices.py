@@ -295,13 +295,10 @@ with harness.running(json.loads(sys.argv[3]), test_choices.model, vertical=True)
 """
 
 
-@pytest.mark.slow
-def test_all_ranks_take_what_the_first_has_planned(tmp_path: Path) -> None:
-    """The second has no report: on another host nobody may have measured."""
-    limits, store = tmp_path / "limits.json", tmp_path / "store"
-    limits.write_text(json.dumps(report(ssd_read_bytes_per_s=2e7, flops=2e11)))
-    command = [sys.executable, "-c", RANK, str(SUPPORT), str(store), json.dumps(config(tmp_path))]
-    launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+def run_ranks(folder: Path, script: str, limits: list[str]) -> list[list[str]]:
+    """Per rank, of as many as `limits` has files of rates, the lines that begin with "chosen"."""
+    command = [sys.executable, "-c", script, str(SUPPORT), str(folder / "store"), json.dumps(config(folder))]
+    launcher = {"WORLD_SIZE": str(len(limits)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
             command,
@@ -310,13 +307,48 @@ def test_all_ranks_take_what_the_first_has_planned(tmp_path: Path) -> None:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank, named in enumerate((str(limits), ""))
+        for rank, named in enumerate(limits)
     ]
     try:
-        outputs = [process.communicate(timeout=200)[0] for process in started]
+        outputs = [process.communicate(timeout=400)[0] for process in started]
     finally:
         for process in started:
             process.kill()
     chosen = [[line for line in output.splitlines() if line.startswith("chosen")] for output in outputs]
-    assert chosen[0] and chosen[0] == chosen[1], "\n".join(output[-2000:] for output in outputs)
-    assert chosen[0] != ["chosen 1 None"]
+    assert all(chosen), "\n".join(output[-2000:] for output in outputs)
+    return chosen
+
+
+@pytest.mark.slow
+def test_all_ranks_take_what_the_first_has_planned(tmp_path: Path) -> None:
+    """The second has no report: on another host nobody may have measured."""
+    limits = tmp_path / "limits.json"
+    limits.write_text(json.dumps(report(ssd_read_bytes_per_s=2e7, flops=2e11)))
+    first, second = run_ranks(tmp_path, RANK, [str(limits), ""])
+    assert first == second != ["chosen 1 None"]
+
+
+@pytest.mark.slow
+def test_a_plan_is_for_the_rank_with_least_room_and_the_host_with_most_ranks(tmp_path: Path) -> None:
+    """Rank 0 is by itself on a host, the other two are on one, and the last one has less room."""
+    limits = tmp_path / "limits.json"
+    limits.write_text(json.dumps(report(ssd_read_bytes_per_s=2e7, flops=2e11)))
+    chosen = run_ranks(tmp_path, UNLIKE_RANKS + RANK.replace("world_size=2", "world_size=3"), [str(limits)] * 3)
+    assert [len(lines) for lines in chosen] == [2, 1, 1]
+    assert chosen[0][0] == f"chosen by the room of 2 GiB and 2 ranks: {2 << 30}"
+    assert len({lines[-1] for lines in chosen}) == 1
+
+
+# as rank 0 has it, what it plans by
+UNLIKE_RANKS = """
+import os
+from ds_vertical.distributed import ranks
+from ds_vertical.engine import api, autotune
+number = int(os.environ["RANK"])
+ranks.host_id = lambda: "ab"[number > 0]
+api.host_room = lambda *_: ((2 << 30, 7) if number == 2 else (3 << 30, 7))
+def problem(*given, made=autotune._problem):
+    print(f"chosen by the room of {given[-2][0] >> 30} GiB and {given[-1]} ranks: {given[-2][0]}", flush=True)
+    return made(*given)
+autotune._problem = problem
+"""
