@@ -287,6 +287,16 @@ def test_eight_ranks_as_pairs_in_two_nodes_have_the_bits_of_one_level_and_move_w
     assert crossed["SPREAD"] == pytest.approx(sum(hop.num_bytes for hop in spread if hop.lane == "net_cross"), rel=0.02)
 
 
+@pytest.mark.slow
+def test_one_json_with_hpz_trains_in_both_arms(tmp_path: Path) -> None:
+    runs = [{"name": "one", "kind": "both arms", "levels": {}, "places": {"params": "cpu", "optimizer": "cpu"}, "clip": 0.5}]
+    for rank in run_jobs(tmp_path, runs):
+        stock, vertical = (rank["one"][arm] for arm in ("stock", "vertical"))
+        for name in ("losses", "norms"):
+            assert vertical[name] == pytest.approx(stock[name], rel=TOLERANCE)
+        assert_close(stock["weights"], vertical["weights"])
+
+
 FIRST = {"kind": "suffer first", "places": {"params": "cpu"}, "persistence": 2000}
 
 

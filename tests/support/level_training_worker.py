@@ -114,6 +114,16 @@ def train(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     return vars(run) | {"evaluated": evaluated, "schedule": texts[-1]}
 
 
+def train_both_arms(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """The steps by one JSON, but for `enabled`."""
+    found = {}
+    for arm in ("vertical", "stock"):  # the latter's groups for hpZ stay in the process
+        model = partial(OddModel, "bf16")
+        run = harness.run_arm(job.config(folder), model, job.batches(rank), vertical=arm == "vertical")
+        found[arm] = {"losses": run.losses, "norms": run.norms, "weights": run.weights}
+    return found
+
+
 def train_in_one_hop(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     """As `train`, and each gradient goes to its owner in one hop over all ranks, and is added there in the levels' order."""
 
@@ -257,7 +267,7 @@ def loaded(job: Job, folder: Path, rank: int) -> dict[str, Any]:
 
 
 KINDS = {
-    **{"train": train, "resume": resume, "suffer": suffer, "suffer first": suffer_first, "written": written},
+    **{"train": train, "both arms": train_both_arms, "resume": resume, "suffer": suffer, "suffer first": suffer_first, "written": written},
     **{"poisoned": poisoned, "killed": killed, "loaded": loaded, "one hop": train_in_one_hop},
 }
 
