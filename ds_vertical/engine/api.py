@@ -297,9 +297,8 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     resolved, planner = open_choice(KeepPlanner(forecast := forecast_of(resolved).paired(room), resolved, report, *room))
     needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     check_room(resolved.activations, host_bytes, left)
-    needs += disk_check.check_disk(forecast, config, resolved)
+    needs += [*disk_check.check_disk(forecast, config, resolved), *late_copies(section, resolved, forecast.timing.delay)]
     prepared = prepare(config)
-    warnings += late_copies(section, resolved, forecast.timing.delay)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         accelerator.log(f"ds_vertical: {line}")
     kept_bytes = backward_bytes(forecast.shape, forecast.terms) if accelerator.is_one_memory() else 0

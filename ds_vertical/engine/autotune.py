@@ -63,11 +63,11 @@ def _needed(forecast: Forecast, room: Room) -> int:
 
 
 def late_copies(section: VerticalConfig, resolved: RunSettings, delay: float) -> list[str]:
-    """A warning where the default `optimizer_delay` leaves the node few standing copies. `delay`: of the run."""
+    """A line for the log where the default `optimizer_delay` leaves the node few standing copies. `delay`: of the run."""
     if not resolved.levels.copy_on_device or section.optimizer_delay is not None or not delay:
         return []
     return [
-        f"{SECTION}.levels.copy_on_device: got true, and {SECTION}.optimizer_delay is null, by which {delay:.0%} of each unit's"
+        f"warning: {SECTION}.levels.copy_on_device: got true, and {SECTION}.optimizer_delay is null, by which {delay:.0%} of each unit's"
         f" step is left to the next forward; such a unit has no standing copy and crosses the link there; write"
         f' "optimizer_delay": 0'
     ]

@@ -267,7 +267,14 @@ def loaded(job: Job, folder: Path, rank: int) -> dict[str, Any]:
 
 
 KINDS = {
-    **{"train": train, "both arms": train_both_arms, "resume": resume, "suffer": suffer, "suffer first": suffer_first, "written": written},
+    **{
+        "train": train,
+        "both arms": train_both_arms,
+        "resume": resume,
+        "suffer": suffer,
+        "suffer first": suffer_first,
+        "written": written,
+    },
     **{"poisoned": poisoned, "killed": killed, "loaded": loaded, "one hop": train_in_one_hop},
 }
 
