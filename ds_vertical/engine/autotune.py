@@ -67,9 +67,9 @@ def late_copies(section: VerticalConfig, resolved: RunSettings, delay: float) ->
     if not resolved.levels.copy_on_device or section.optimizer_delay is not None or not delay:
         return []
     return [
-        f"warning: {SECTION}.levels.copy_on_device: got true, and {SECTION}.optimizer_delay is null, by which {delay:.0%} of each unit's"
-        f" step is left to the next forward; such a unit has no standing copy and crosses the link there; write"
-        f' "optimizer_delay": 0'
+        f"warning: {SECTION}.levels.copy_on_device: got true, and {SECTION}.optimizer_delay is null, by which {delay:.0%} of"
+        " each unit's step is left to the next forward; such a unit has no standing copy and crosses the link there; write"
+        ' "optimizer_delay": 0'
     ]
 
 
