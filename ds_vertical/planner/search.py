@@ -442,13 +442,14 @@ def _with_window(candidate: Candidate, window: int) -> Candidate:
     return _in_pairs(replace(candidate, choice=replace(candidate.choice, window=window), case=case))
 
 
-def _with_other_collectives(best: Candidate, rounding: bool) -> Iterator[Candidate]:
+def _with_other_collectives(candidate: Candidate, rounding: bool) -> list[Candidate]:
     """With copies and sums of other ranks, the best of these with fewer copies, the best of these with fewer bits."""
+    tried = [candidate] if candidate.choice.levels is not None else []
     for what in ("ranks", "copies", "bits") if rounding else ("ranks", "copies"):
+        best = min((c for c in tried if c.choice.levels is not None), key=_estimate_s, default=candidate)
         network = best.shape.network or Network()
-        found = [other for each in network.others(what) if _fits(other := _in_pairs(with_network(best, each)))]
-        yield from found
-        best = min([best, *found], key=_estimate_s)
+        tried += [other for each in network.others(what) if _fits(other := _in_pairs(with_network(best, each)))]
+    return tried[1:]
 
 
 def _rounded(placement: Placement, num_micro_batches: int) -> Placement:
