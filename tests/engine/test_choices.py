@@ -300,7 +300,7 @@ def test_what_host_memory_does_not_hold_waits_on_ssd(
 
 RANK = """
 import json, os, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1].split(os.pathsep)
 import deepspeed, harness, test_choices
 from ds_vertical.compat.ops import cache
 cache.activate()
@@ -312,7 +312,8 @@ with harness.running(json.loads(sys.argv[3]), test_choices.model, vertical=True)
 
 def run_ranks(folder: Path, script: str, limits: list[str]) -> list[list[str]]:
     """Per rank, of as many as `limits` has files of rates, the lines that begin with "chosen"."""
-    command = [sys.executable, "-c", script, str(SUPPORT), str(folder / "store"), json.dumps(config(folder))]
+    paths = os.pathsep.join((str(SUPPORT), str(Path(__file__).parent)))
+    command = [sys.executable, "-c", script, paths, str(folder / "store"), json.dumps(config(folder))]
     launcher = {"WORLD_SIZE": str(len(limits)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
@@ -335,12 +336,14 @@ def run_ranks(folder: Path, script: str, limits: list[str]) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_all_ranks_take_what_the_first_has_planned(tmp_path: Path) -> None:
-    """The second has no report: on another host nobody may have measured."""
-    limits = tmp_path / "limits.json"
-    limits.write_text(json.dumps(report(ssd_read_bytes_per_s=2e7, flops=2e11)))
-    first, second = run_ranks(tmp_path, RANK, [str(limits), ""])
-    assert first == second != ["chosen 1 None"]
+@pytest.mark.parametrize("second_has", [True, False])
+def test_all_ranks_take_one_plan_or_the_rules_where_a_host_has_no_rates(tmp_path: Path, second_has: bool) -> None:
+    """The second disk is faster: the slower one decides."""
+    limits = [tmp_path / "slow.json", tmp_path / "fast.json"]
+    for path, rate in zip(limits, (2e7, 2e9), strict=True):
+        path.write_text(json.dumps(report(ssd_read_bytes_per_s=rate, flops=2e11)))
+    first, second = run_ranks(tmp_path, RANK, [str(limits[0]), str(limits[1]) if second_has else ""])
+    assert first == second and (first != ["chosen 1 None"]) is second_has
 
 
 @pytest.mark.slow
