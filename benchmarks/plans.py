@@ -29,8 +29,13 @@ ROWS = (
     "--model gpt_13b --tokens-per-step 32768 --sequence-length 1024 --machine rtx4090_12_ssds",
     "--model gpt_13b --tokens-per-step 65536 --sequence-length 1024 --machine rtx4090_12_ssds",
     "--model gpt_175b --tokens-per-step 16384 --sequence-length 1024 --machine rtx4090_12_ssds",
+    *(
+        f"--model gpt_20b --tokens-per-step {262144 * nodes} --machine frontier_node --num-ranks 8 --nodes {nodes}{levels}"
+        for nodes in (1, 2, 8, 48)
+        for levels in (("", " --assume-levels") if nodes > 1 else ("",))
+    ),
 )
-KEYS = ("step_s", "flops_per_s", "bound_s", "resource", "busy_s", "stock", "setting", "ssd_bytes", "others")
+KEYS = ("step_s", "flops_per_s", "bound_s", "resource", "busy_s", "stock", "setting", "ssd_bytes", "others", "into_node_bytes")
 
 
 def row_of(options: str, found: dict[str, Any]) -> dict[str, Any]:

@@ -29,18 +29,17 @@ from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Machine, Profile, read_profile
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
-from ds_vertical.planner.network import Network, copy_share
+from ds_vertical.planner.network import INT4_BYTES, INT8_BYTES, Network, level_choice
 
 WINDOW: Final = 1  # prefetch_layers of all arms
 DELAY: Final = 0.25  # their optimizer_delay
 NODES: Final = 2
-BLOCK: Final = 256
 # By the arm's name: how its collectives go, see `Network`
 ARMS: Final[dict[str, Mapping[str, Any]]] = {
     "flat": {},
     "levels": {"levels": True},
-    "int8": {"levels": True, "weight_bytes": 1 + 4 / BLOCK},
-    "int8_int4": {"levels": True, "weight_bytes": 1 + 4 / BLOCK, "gradient_bytes": (None, 0.5 + 4 / BLOCK)},
+    "int8": {"levels": True, "weight_bytes": INT8_BYTES},
+    "int8_int4": {"levels": True, "weight_bytes": INT8_BYTES, "gradient_bytes": (None, INT4_BYTES)},
 }
 
 
@@ -62,7 +61,7 @@ def candidate(
     terms = memory_budget.BudgetTerms(record["micro_batches"], WINDOW, held_share=DELAY, one_memory=True)
     shape = shape_of(spec, seconds, division)
     case = LpProblem(shape, machine, terms, profile.capacity, DELAY, True)
-    choice = Choice(1, record["micro_batches"], 1, WINDOW, DELAY, True, shape.placement, copy_share=copy_share(network))
+    choice = Choice(1, record["micro_batches"], 1, WINDOW, DELAY, True, shape.placement, levels=level_choice(network))
     return Candidate(choice, case, 0.0, ())
 
 

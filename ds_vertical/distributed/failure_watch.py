@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Final
+from typing import Final, NoReturn
 
 from ds_vertical.distributed.failure_log import FailureLog, RankReport
 from ds_vertical.distributed.host_beats import HostBeats
@@ -34,6 +34,7 @@ from ds_vertical.errors import OtherRankError, Unanimous
 POLL_S: Final = 0.2
 HEARD_S: Final = 2.0  # to wait until all other ranks have read a report, before a process may end and the store with it
 PATIENCE_S: Final = 3.0  # to wait for the cause of a collective's error: a killed process is not gone at once
+LONGEST_PATIENCE_S: Final = 120.0  # the same by the wall's clock
 GRACE_S: Final = 10.0  # for a rank to leave a collective by itself once another one has failed
 UNREAD_S: Final = 5.0  # for the store to say what a rank has written that is gone
 LOST_GRACE_S: Final = 1.0  # the same once a host is lost: nobody there wakes it
@@ -70,6 +71,13 @@ class FailureWatch:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def is_host_lost(self) -> bool:
+        """Whether the first cause of this rank's end that was heard of is the loss of a host."""
+        with self._changed:
+            cause = self._cause(*_ENDS)
+        return cause is not None and cause.kind == "lost"
+
     # ---- for the rank's own thread
 
     def section(self, what: str) -> CollectiveSection:
@@ -100,7 +108,8 @@ class FailureWatch:
         instead = OtherRankError(f"{what}: {cause.describe()}")
         first = next(each for each in _chain(error) if _is_of_the_group(each))
         instead.add_note(f"this rank's own error, which follows from it: {_text(first)}")
-        self.tell(what, instead, waits=False)
+        # the store ends with rank 0, whose process may end at once: see `is_host_lost`
+        self.tell(what, instead, waits=cause.kind == "lost" and self._rank == 0)
         return instead
 
     def tell(self, what: str, error: BaseException, waits: bool = True) -> None:
@@ -139,7 +148,8 @@ class FailureWatch:
         if isinstance(error, OtherRankError) or not any(map(_is_of_the_group, _chain(error))):
             return None
         with self.beats.doubt() as patience_s, self._changed:
-            self._changed.wait_for(lambda: self._cause(*_ENDS) is not None, max(PATIENCE_S, patience_s))
+            end = self.beats.clock + max(PATIENCE_S, patience_s)  # by the clock that finds hosts lost, which may be slower
+            self._changed.wait_for(lambda: self._cause(*_ENDS) is not None or self.beats.clock >= end, LONGEST_PATIENCE_S)
             return self._cause(*_ENDS) or self._cause("left")
 
     def _cause(self, *kinds: str) -> RankReport | None:
@@ -228,9 +238,16 @@ def end_process(cause: str, before: Sequence[Callable[[], None]] = ()) -> None:
     """Say why, and end this process at once with status 1: its own thread waits where no exception reaches it."""
     sys.stderr.write(f"ds_vertical: {OtherRankError.__name__}: {cause}\n")
     sys.stderr.flush()
+    end_now(before)
+
+
+def end_now(before: Sequence[Callable[[], None]] = ()) -> NoReturn:
+    """End this process with status 1, without Python's and torch's exit, after calls of `before`."""
     try:
         for function in before:
             function()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
     finally:
         os._exit(1)
 

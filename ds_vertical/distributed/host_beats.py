@@ -79,6 +79,11 @@ class HostBeats:
         finally:
             self._silence_s = SILENCE_S
 
+    @property
+    def clock(self) -> float:
+        """Seconds by the patient clock, see the note above."""
+        return self._clock
+
     def tick(self) -> None:
         """Let the clock go on; the watch calls this several times a second."""
         now = time.monotonic()

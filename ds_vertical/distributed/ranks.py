@@ -6,8 +6,10 @@ import atexit
 import contextlib
 import functools
 import importlib.util
+import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, ParamSpec, TypeVar
@@ -16,7 +18,7 @@ import torch
 
 from ds_vertical.compat import accelerator
 from ds_vertical.compat.accelerator import dist, init_distributed
-from ds_vertical.distributed.failure_watch import FailureWatch, end_process
+from ds_vertical.distributed.failure_watch import FailureWatch, end_now, end_process
 from ds_vertical.errors import OtherRankError
 from ds_vertical.io.runs import run_dir
 from ds_vertical.io.runs.this_host import host_id
@@ -177,9 +179,14 @@ def collective(method: Callable[P, R]) -> Callable[P, R]:
 
 @atexit.register
 def _leave() -> None:
-    """The others learn how this process ends: of an error that nobody has caught, too."""
-    if _watch is not None:
-        _watch.close(getattr(sys, "last_value", None))
+    """The others learn how this process ends: of an error that nobody has caught, too. After the loss of a host such an error
+    ends the process here: torch's own exit would wait for connections to that host."""
+    if _watch is None:
+        return
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, OtherRankError) and _watch.is_host_lost:
+        end_now([run_dir.release_all, logging.shutdown])  # `_watch` has told the others already
+    _watch.close(error)
 
 
 def _forget_in_child() -> None:
@@ -194,6 +201,11 @@ os.register_at_fork(after_in_child=_forget_in_child)
 def ranks_on_this_host() -> int:
     """The number of ranks that run on the host of this one. Collective."""
     return all_gathered(host_id()).count(host_id())
+
+
+def most_ranks_on_a_host() -> int:
+    """The number of ranks of the host that runs most of them. Collective."""
+    return max(Counter(all_gathered(host_id())).values())
 
 
 def ranks_on_these_cores() -> int:

@@ -28,7 +28,13 @@ from ds_vertical.distributed.elastic import ElasticCounts, open_elastic
 from ds_vertical.distributed.unit_levels import refuse_levels
 from ds_vertical.engine import disk_check, machine_cache
 from ds_vertical.engine.assembly import HostBudget
-from ds_vertical.engine.autotune import choose_copy_share, choose_gradient_tier, choose_timing, refuse_fetched_compiled
+from ds_vertical.engine.autotune import (
+    choose_copy_share,
+    choose_gradient_tier,
+    choose_timing,
+    late_copies,
+    refuse_fetched_compiled,
+)
 from ds_vertical.engine.engine import VerticalEngine
 from ds_vertical.engine.integrations.pretrained import write_full_weights
 from ds_vertical.engine.integrations.stock_calls import StockCalls
@@ -293,7 +299,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     resolved, planner = open_choice(KeepPlanner(forecast := forecast_of(resolved).paired(room), resolved, report, *room))
     needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     check_room(resolved.activations, host_bytes, left)
-    needs += disk_check.check_disk(forecast, config, resolved)
+    needs += [*disk_check.check_disk(forecast, config, resolved), *late_copies(section, resolved, forecast.timing.delay)]
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         accelerator.log(f"ds_vertical: {line}")

@@ -28,6 +28,7 @@ from ds_vertical.errors import ConfigError
 from ds_vertical.io import host
 from ds_vertical.io.aio import DiskQueue
 from ds_vertical.io.runs import stripes
+from ds_vertical.io.runs.this_host import host_id
 from ds_vertical.model.kept.kinds import runs_others_code
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.forward_state import ForwardState
@@ -304,7 +305,7 @@ def open_tracer(folder: str | None) -> Tracer:
     if folder is None:
         return Tracer()
     try:
-        return RecordingTracer(Path(folder), ranks.rank())
+        return RecordingTracer(Path(folder), ranks.rank(), host_id())
     except OSError as error:
         raise ConfigError(
             f'vertical_schedule.trace: got "{folder}"; cannot write there ({error}); write a writable folder, or null'

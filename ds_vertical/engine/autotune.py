@@ -62,6 +62,17 @@ def _needed(forecast: Forecast, room: Room) -> int:
     return memory_budget.total_bytes(memory_budget.budget(forecast.shape, least, forecast.further(room[1])), Tier.HOST)
 
 
+def late_copies(section: VerticalConfig, resolved: RunSettings, delay: float) -> list[str]:
+    """A line for the log where the default `optimizer_delay` leaves the node few standing copies. `delay`: of the run."""
+    if not resolved.levels.copy_on_device or section.optimizer_delay is not None or not delay:
+        return []
+    return [
+        f"warning: {SECTION}.levels.copy_on_device: got true, and {SECTION}.optimizer_delay is null, by which {delay:.0%} of"
+        " each unit's step is left to the next forward; such a unit has no standing copy and crosses the link there; write"
+        ' "optimizer_delay": 0'
+    ]
+
+
 def choose_gradient_tier(
     section: VerticalConfig, resolved: RunSettings, forecast_of: Callable[[RunSettings], Forecast], room: Room
 ) -> RunSettings:
@@ -101,11 +112,13 @@ def choose_timing(
     room: Room,
 ) -> RunSettings:
     """`resolved` with `prefetch_layers` and `optimizer_delay` planned where the JSON leaves them null. `report`: of
-    `ds-vertical limits`, None where there is none: then the fixed rules stand. `forecast`: by these."""
+    `ds-vertical limits`, None where there is none: then the fixed rules stand. `forecast`: by these. The plan is for the rank
+    with the least room, on the host with the most ranks."""
     free = [key for key in ("prefetch_layers", "optimizer_delay") if getattr(section, key) is None]
     if not (free and resolved.overlap and resolved.order == "vertical"):
         return resolved
-    chosen, ranks_here = None, ranks.ranks_on_this_host()
+    chosen, ranks_here = None, ranks.most_ranks_on_a_host()
+    room = min(ranks.all_gathered(room), key=_left)
     if report is not None and ranks.rank() == 0:
         with contextlib.suppress(CostsError):  # of an older version, or nothing that this model can be planned by: the rules
             profile, tokens = Profile.from_dict("this machine", report), _tokens(model, forecast.micro_batch_size)
@@ -118,6 +131,11 @@ def choose_timing(
     values = {"prefetch_layers": window, "optimizer_delay": delay}
     reasons = MappingProxyType({**resolved.reasons, **{key: f"null: {reason}" for key in free if values[key] is not None}})
     return replace(resolved, **{key: values[key] for key in free}, reasons=reasons)
+
+
+def _left(room: Room) -> int:
+    allowed, baseline = room
+    return allowed - baseline
 
 
 def _chosen(

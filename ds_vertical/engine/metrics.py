@@ -25,6 +25,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from ds_vertical.io.runs.this_host import host_id
+
 METRICS_VARIABLE = "DS_VERTICAL_METRICS"
 STEPS_VARIABLE = "DS_VERTICAL_STEPS"
 
@@ -36,7 +38,7 @@ class StepRecord:
     step counts from 1. read_bytes and write_bytes are what this process moved to and from block devices during the
     step; peak_host_bytes is the largest resident set so far. loss is the mean of losses (one per micro-batch).
     tied says whether the model shares a weight between modules (it decides how equal two arms must be); None: unknown.
-    host is the name of the rank's host; empty in records of earlier versions.
+    host is the name of the rank's host, host_id what no other host has; empty in records of earlier versions.
     """
 
     step: int
@@ -50,6 +52,7 @@ class StepRecord:
     losses: tuple[float, ...]
     tied: bool | None = None
     host: str = ""
+    host_id: str = ""
 
     def to_json(self) -> str:
         """One line of strict JSON; a loss that is not finite is written as a string, which `from_json` reads back."""
@@ -153,6 +156,7 @@ class StepRecorder:
             losses=values,
             tied=tied,
             host=socket.gethostname(),
+            host_id=host_id(),
         )
         self._file.write(record.to_json() + "\n")
 

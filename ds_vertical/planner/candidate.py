@@ -18,6 +18,7 @@ from ds_vertical.planner.kept_activations import NOTHING, KeptShare, PolicyPoint
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.planner.network import LevelChoice, Network, level_choice
 from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
 from ds_vertical.schedule.events import DELAYED, EVERYTHING, LEAD, Cell, Schedule
 from ds_vertical.schedule.passes import TrainingStep, build_training, training_with_needs
@@ -37,8 +38,8 @@ class Choice:
 
     `RunSettings` are what a run has been told, all of them; these are few, and most of what they say is no key of the section
     (`cli.plan.deepspeed_json` writes it as JSON). `delay`: `optimizer_delay`; `window`: `prefetch_layers`;
-    `in_place`: early steps are never discarded, which is `on_nonfinite: "stop"`. `copy_share`: `levels.copy_share`; None where
-    collectives have one level."""
+    `in_place`: early steps are never discarded, which is `on_nonfinite: "stop"`. `levels`: None where collectives have one
+    level."""
 
     micro_batch_size: int
     num_micro_batches: int
@@ -50,7 +51,7 @@ class Choice:
     speculation: bool = False
     kept: KeptShare | None = None
     in_place: bool = False
-    copy_share: float | None = None
+    levels: LevelChoice | None = None
 
     @property
     def policy(self) -> ActivationPolicy:
@@ -70,7 +71,8 @@ class Choice:
         if kept is not None:
             point = PolicyPoint(kept["policy"], kept["cell_bytes"], kept["cell_saved_s"])
             kept = KeptShare(point, *(kept[tier.value] for tier in Tier))
-        return cls(**{**fields, "placement": Placement.of(**fields["placement"]), "kept": kept})
+        levels = fields.get("levels") and LevelChoice(**fields["levels"])
+        return cls(**{**fields, "placement": Placement.of(**fields["placement"]), "kept": kept, "levels": levels})
 
     def to_json(self) -> dict[str, object]:
         """As plans write it."""
@@ -80,7 +82,8 @@ class Choice:
             "cell_saved_s": self.kept.point.saved_s,
             **{tier.value: self.kept.share(tier) for tier in Tier},
         }
-        return {**vars(self), "placement": self.placement.named(), "kept": kept}
+        levels = self.levels and dict(vars(self.levels))
+        return {**vars(self), "placement": self.placement.named(), "kept": kept, "levels": levels}
 
 
 def _uncollected(function: Callable[_Given, _Found]) -> Callable[_Given, _Found]:
@@ -152,7 +155,7 @@ class Candidate:
             kept=self._kept_away(num_layers),
             outside=outside,
             reduces_beside=self.shape.num_shards > 1,
-            copy_share=choice.copy_share,
+            copy_share=choice.levels and choice.levels.copy_share,
         )
 
     def parts(self, shape: ModelShape) -> Parts | None:
@@ -239,6 +242,12 @@ def into_node_bytes(candidate: Candidate) -> float:
     return sum(stage.num_bytes for cost in costs for job in cost for stage in job if stage.lane == "net_cross")
 
 
+def with_network(candidate: Candidate, network: Network) -> Candidate:
+    """The same with other collectives."""
+    case = replace(candidate.case, shape=replace(candidate.shape, network=network))
+    return replace(candidate, choice=replace(candidate.choice, levels=level_choice(network)), case=case)
+
+
 def simplicity(candidate: Candidate) -> tuple[float, ...]:
     """Smaller is simpler: fewer things moved, smaller windows, the usual layers."""
     choice, placement = candidate.choice, candidate.choice.placement
@@ -246,13 +255,24 @@ def simplicity(candidate: Candidate) -> tuple[float, ...]:
     moves = activations[Tier.SSD], activations[Tier.HOST], placement.share(TensorKind.GRADIENTS, Tier.SSD)
     kept = choice.kept or KeptShare(NOTHING)
     keeping = choice.in_place, POLICIES.index(choice.policy), kept.ssd, kept.host
+    levels = choice.levels
     return (
+        levels.num_rounded if levels is not None else 0,
         *keeping,
         *(round(share, 2) for share in moves),
         choice.window,
         choice.blocks_per_layer,
         candidate.shape.generations,
+        _fewer_ranks(candidate),
     )
+
+
+def _fewer_ranks(candidate: Candidate) -> float:
+    """By how much copies and sums are of fewer ranks than a node has, which is the usual."""
+    network, levels = candidate.shape.network, candidate.choice.levels
+    if network is None or levels is None:
+        return 0.0
+    return network.ranks_per_node / levels.ranks_per_node + network.ranks_per_node / levels.gradients - 2
 
 
 def difference(chosen: Choice, other: Choice) -> str:
@@ -270,9 +290,11 @@ def difference(chosen: Choice, other: Choice) -> str:
         found.append(f"activations off the device {away:.0%}")
     if (on_ssd := theirs.share(TensorKind.STATE, Tier.SSD)) != ours.share(TensorKind.STATE, Tier.SSD):
         found.append(f"optimizer state on {'SSD' if on_ssd else 'host'}")
-    if other.copy_share != chosen.copy_share:
-        share = other.copy_share
-        found.append("collectives of all ranks at once" if share is None else f"levels.copy_share {share:g}")
+    if other.levels is None and chosen.levels is not None:
+        found.append("collectives of all ranks at once")
+    elif other.levels is not None:
+        before = {} if chosen.levels is None else vars(chosen.levels)
+        found += [f"levels.{key} {value}".lower() for key, value in vars(other.levels).items() if value != before.get(key)]
     if other.in_place != chosen.in_place:
         found.append(f'on_nonfinite "{"stop" if other.in_place else "skip"}"')
     if _keeping(other) != _keeping(chosen):

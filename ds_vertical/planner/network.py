@@ -28,6 +28,7 @@ each, c bytes come from each of the k - 1 others. So what the levels gain in byt
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -38,6 +39,9 @@ from ds_vertical.types import check_number
 NetLane = Literal["net_local", "net_cross"]
 LINKS: Final[dict[NetLane, str]] = {"net_local": "links within a node", "net_cross": "links between nodes"}
 COPY_SHARES: Final = (1.0, 0.75, 0.5, 0.25, 0.0)  # that a search tries
+_SCALE_BYTES: Final = 4 / 256  # of an element: a block's scale, as the section has blocks by default
+INT8_BYTES: Final = 1 + _SCALE_BYTES  # of a weight, with `zero_quantized_weights`
+INT4_BYTES: Final = 0.5 + _SCALE_BYTES  # of a gradient across nodes, with `zero_quantized_gradients`
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,26 @@ class Network:
             return None
         return replace(self, copy_share=0.0) if self.copy_share else replace(self, levels=False)
 
+    # ---- what a search tries beside this one
+
+    def others(self, what: Literal["ranks", "copies", "bits"]) -> Iterator[Network]:
+        """With other w and g that divide a node, of two ranks and more: no copy of one rank's own is a level, and larger g
+        move more over the link, see [Note: three levels]. Or with fewer copies, and with all ranks at once. Or with weights,
+        gradients between nodes, or both rounded on their way."""
+        if not self.levels:
+            return
+        if what == "ranks":
+            both = ((w, g) for g in _divisors(self.ranks_per_node) for w in _divisors(g))
+            yield from (replace(self, copy_ranks=w, sum_ranks=g) for w, g in both if (w, g) != (self.w, self.g))
+        elif what == "copies":
+            yield from (replace(self, copy_share=share) for share in COPY_SHARES if share < self.copy_share)
+            yield replace(self, levels=False)
+        else:
+            bits = ((INT8_BYTES, None), (None, INT4_BYTES), (INT8_BYTES, INT4_BYTES))
+            yield from (replace(self, weight_bytes=weights, gradient_bytes=(None, sums)) for weights, sums in bits)
+
+    # ---- volumes
+
     def gather(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
         """A FETCH over all ranks at once."""
         return self._ring(self.num_ranks, 1, elements * element_bytes / self.num_ranks)
@@ -174,6 +198,11 @@ class Network:
         return first + _hop("net_cross", across, across, 0.0 if first else rounded)
 
 
+def _divisors(number: int) -> Iterator[int]:
+    """From 2 on."""
+    return (n for n in range(2, number + 1) if number % n == 0)
+
+
 def _on_node(width: int, stride: int, ranks_per_node: int) -> int:
     """Of a hop's ranks, which have numbers `stride` apart, those of one node."""
     return max(1, min(width, ranks_per_node // stride))
@@ -190,6 +219,32 @@ def seconds_of(hop: Hop, machine: Machine) -> float:
     return latency + hop.num_bytes / rate if rate else 0.0
 
 
-def copy_share(network: Network | None) -> float | None:
-    """Of the units that are fetched again, those whose copy the node keeps; None where there is one level."""
-    return network.copy_share if network is not None and network.levels else None
+@dataclass(frozen=True)
+class LevelChoice:
+    """What a plan says of levels, as keys of the section. `ranks_per_node`: w; `gradients`: g."""
+
+    ranks_per_node: int
+    gradients: int
+    copy_share: float
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
+
+    @property
+    def keys(self) -> dict[str, object]:
+        """The section's `levels`, without what they are by default."""
+        summed = {} if self.gradients == self.ranks_per_node else {"gradients": self.gradients}
+        rounded = {name: True for name in ("quantized_weights", "quantized_gradients") if getattr(self, name)}
+        return {"ranks_per_node": self.ranks_per_node, "copy_share": self.copy_share, **summed, **rounded}
+
+    @property
+    def num_rounded(self) -> int:
+        """Of weights and gradients those that are sent with fewer bits."""
+        return self.quantized_weights + self.quantized_gradients
+
+
+def level_choice(network: Network | None) -> LevelChoice | None:
+    """What a plan with this network says of levels; None where there is one level."""
+    if network is None or not network.levels:
+        return None
+    rounded = network.weight_bytes is not None, network.gradient_bytes[1] is not None
+    return LevelChoice(network.w, network.g, network.copy_share, *rounded)

@@ -26,12 +26,12 @@ from operator import attrgetter
 from typing import Final
 
 from ds_vertical.planner import linear_program, memory_budget
-from ds_vertical.planner.candidate import POLICIES, Candidate, Choice, difference, simplicity
+from ds_vertical.planner.candidate import POLICIES, Candidate, Choice, difference, simplicity, with_network
 from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint, rounded
 from ds_vertical.planner.linear_program import LpProblem, Solution
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
-from ds_vertical.planner.network import COPY_SHARES, Network, copy_share
+from ds_vertical.planner.network import Network, level_choice
 from ds_vertical.types import Placement, TensorKind, Tier, TierBytes, per_tier
 
 WINDOWS: Final = (1, 2, 3)
@@ -71,7 +71,8 @@ class Task:
     `micro_batch_size`: given instead of chosen. `seconds`: of the pieces for a micro-batch of so many sequences.
     `speculation`: with clipping, expect that the norm asks for none, so that layers are stepped early and nothing is redone.
     `stop`: end the run at a norm that is not finite (None: where that is what fits). `keep`: plan what forwards keep.
-    `flops_per_byte`: of this device, operations in the time of a byte of its memory. `network`: how the ranks lie on nodes.
+    `flops_per_byte`: of this device, operations in the time of a byte of its memory. `network`: how the ranks lie on nodes;
+    `rounding`: they may round what they send each other.
     """
 
     spec: ModelSpec
@@ -85,6 +86,7 @@ class Task:
     keep: bool = True
     flops_per_byte: float = 0.0
     network: Network = Network()
+    rounding: bool = False
 
     @property
     def ranks_per_node(self) -> int:
@@ -130,7 +132,7 @@ def choose(
             return choose(replace(task, network=less), machine, limits, further)
         raise PlanError(_shortage(search))
     fitting.sort(key=_estimate_s)
-    others = [other for c in fitting[:_VARIED] for other in _with_other_collectives(c) if _fits(other)]
+    others = [other for c in fitting[:_VARIED] for other in _with_other_collectives(c, task.rounding)]
     fitting = sorted([*fitting, *others], key=_estimate_s)
     wider = [other for c in fitting[:_VARIED] for window in WINDOWS[1:] if _fits(other := _with_window(c, window))]
     return _decide(sorted([*fitting, *wider], key=_estimate_s))
@@ -409,8 +411,8 @@ def _candidate(case: LpProblem, size: int, blocks: int, solution: Solution, *, w
     kept = _kept_share(solution, case)
     shape, terms = replace(case.shape, placement=placement, kept=kept), replace(case.terms, window=window)
     guessed = case.early and case.terms.held_share > case.delay
-    share = copy_share(case.shape.network)
-    choice = Choice(size, count, blocks, window, case.delay, case.early, placement, guessed, kept, _in_place(case), share)
+    levels = level_choice(case.shape.network)
+    choice = Choice(size, count, blocks, window, case.delay, case.early, placement, guessed, kept, _in_place(case), levels)
     own = replace(case, shape=shape, terms=terms)
     return _in_pairs(Candidate(choice, own, solution.seconds, solution.binding))
 
@@ -440,16 +442,14 @@ def _with_window(candidate: Candidate, window: int) -> Candidate:
     return _in_pairs(replace(candidate, choice=replace(candidate.choice, window=window), case=case))
 
 
-def _with_other_collectives(candidate: Candidate) -> Iterator[Candidate]:
-    """With nodes that keep fewer copies, and with all ranks at once."""
-    network = candidate.shape.network
-    if network is None or not network.levels:
-        return
-    fewer = [replace(network, copy_share=share) for share in COPY_SHARES if share < network.copy_share]
-    for other in (*fewer, replace(network, levels=False)):
-        case = replace(candidate.case, shape=replace(candidate.shape, network=other))
-        choice = replace(candidate.choice, copy_share=copy_share(other))
-        yield _in_pairs(replace(candidate, choice=choice, case=case))
+def _with_other_collectives(candidate: Candidate, rounding: bool) -> list[Candidate]:
+    """With copies and sums of other ranks, the best of these with fewer copies, the best of these with fewer bits."""
+    tried = [candidate] if candidate.choice.levels is not None else []
+    for what in ("ranks", "copies", "bits") if rounding else ("ranks", "copies"):
+        best = min((c for c in tried if c.choice.levels is not None), key=_estimate_s, default=candidate)
+        network = best.shape.network or Network()
+        tried += [other for each in network.others(what) if _fits(other := _in_pairs(with_network(best, each)))]
+    return tried[1:]
 
 
 def _rounded(placement: Placement, num_micro_batches: int) -> Placement:

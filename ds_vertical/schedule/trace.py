@@ -3,7 +3,8 @@
 Times are `now()`, seconds of a clock that all threads of the process share. A record costs one append of a tuple; text is
 made once per step, after the step's end is taken. One file per rank, one JSON object per line, by "kind":
 
-- header: version, rank, date, host (its name; absent in traces of earlier versions)
+- header: version, rank, date, host (its name), host_id (what no other host has: names may be alike); earlier versions wrote
+  neither, or the name alone
 - step: step, start, end, write_s (seconds that writing the records of the step before took)
 - span: step, thread, resource, name, issue, start, end, bytes
 - wait: step, thread, name (what was waited for), by (the event that needed it), start, end
@@ -60,16 +61,17 @@ class RecordingTracer(Tracer):
     """Appends the records of every step to `folder/rank<r>.jsonl`; an earlier run's file is replaced.
 
     Raises OSError where it cannot write there. A span that ends after its step, such as a delayed part's, is written with the
-    step after it.
+    step after it. `host_id`: of this host, as the reader is to tell hosts apart.
     """
 
     keeps = True
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, host_id: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank{rank}.jsonl"
         date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         header = {"kind": "header", "version": VERSION, "rank": rank, "date": date, "host": socket.gethostname()}
+        header |= {"host_id": host_id} if host_id else {}
         self.path.write_text(json.dumps(header) + "\n")
         self._records: deque[tuple[Any, ...]] = deque()  # append and popleft are atomic
         self._num_steps = 0
@@ -192,12 +194,14 @@ def read_trace(path: Path) -> list[StepTrace]:
     return steps
 
 
-def read_host(path: Path) -> str:
-    """The name of the host of one rank's file; "" where it does not say. Raises ValueError for what is no trace."""
+def read_host(path: Path) -> tuple[str, str]:
+    """The host of one rank's file: its name, and what tells it from others, which is the name where the file has nothing else.
+    "" where it does not say. Raises ValueError for what is no trace."""
     with path.open(encoding="ascii") as file:
         header = json.loads(file.readline())
-    found = header.get("host", "") if isinstance(header, dict) else ""
-    return found if isinstance(found, str) else ""
+    name, host_id = (header.get(key, "") if isinstance(header, dict) else "" for key in ("host", "host_id"))
+    name = name if isinstance(name, str) else ""
+    return name, host_id if isinstance(host_id, str) and host_id else name
 
 
 def _take(steps: list[StepTrace], fields: dict[str, Any], first: bool) -> None:

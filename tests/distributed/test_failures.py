@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch.distributed
 
-from ds_vertical.distributed import failure_watch
+from ds_vertical.distributed import failure_watch, host_beats, ranks
+from ds_vertical.distributed.failure_log import RankReport
 from ds_vertical.distributed.failure_watch import FailureWatch
 from ds_vertical.distributed.host_peers import Process, process_status
 from ds_vertical.errors import OtherRankError, StepLeft
+from ds_vertical.io.runs import run_dir
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3021"
 GRACE_S = 1.0
@@ -126,6 +130,42 @@ def test_a_killed_ranks_sockets_may_close_before_it_is_gone(pair: Pair) -> None:
     with pytest.raises(OtherRankError, match="rank 1 is gone"), pair.ranks[0].section("train_batch"):
         raise RuntimeError(GLOO)
     child.wait()
+
+
+def test_patience_with_a_collectives_error_is_measured_by_the_clock_that_finds_hosts_lost(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy host that clock is slow, and so is the verdict that a host is lost."""
+    monkeypatch.setattr(failure_watch, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(host_beats, "_TICK_S", 0.0001)
+    lost = RankReport(1, "lost", 1 << 62, "", "host b (rank 1) has said nothing")
+    threading.Timer(0.5, lambda: pair.ranks[0].log.entries.append(lost)).start()
+    with pytest.raises(OtherRankError, match="host b") as raised, pair.ranks[0].section("train_batch"):
+        assert not pair.ranks[0].is_host_lost
+        raise RuntimeError(GLOO)
+    assert pair.ranks[0].is_host_lost and GLOO in "".join(raised.value.__notes__)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_error_that_nobody_catches_ends_the_process_at_once_where_a_host_is_lost(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lost: bool
+) -> None:
+    said = tmp_path / "said"
+    kind = "lost" if lost else "failed"
+    pair.ranks[0].log.entries.append(RankReport(1, kind, 1 << 62, "", "host b (rank 1) has said nothing"))
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 1)
+            monkeypatch.setattr(ranks, "_watch", pair.ranks[0])
+            monkeypatch.setattr(sys, "stdout", os.fdopen(1, "w"))
+            monkeypatch.setattr(sys, "last_value", OtherRankError("train_batch: host b"), raising=False)
+            monkeypatch.setattr(run_dir, "release_all", lambda: print("released"))
+            ranks._leave()
+        finally:
+            os._exit(7)  # as torch's own exit, which comes behind this one
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (1 if lost else 7)
+    assert said.read_text() == ("released\n" if lost else "")
 
 
 def test_failures_that_all_share_leave_the_ranks_in_step(pair: Pair) -> None:

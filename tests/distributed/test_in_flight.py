@@ -1,4 +1,5 @@
-"""Collectives in flight in a real run of two ranks: told by the order in which the executor does things, not by times."""
+"""Collectives in flight in a real run of two ranks, or of four over levels: told by the order in which the executor does
+things, not by times."""
 
 from __future__ import annotations
 
@@ -19,9 +20,19 @@ USES = ("F", "B")
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has noted, by "True" and "False", with overlap and without."""
-    folder = tmp_path_factory.mktemp("in_flight")
-    start_ranks([sys.executable, str(Path(in_flight_worker.__file__)), str(folder)], folder, forked=True)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return noted(tmp_path_factory.mktemp("in_flight"), 2)
+
+
+@pytest.fixture(scope="module")
+def ran_over_levels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """As `ran`, of four ranks, of which two each are a node."""
+    return noted(tmp_path_factory.mktemp("in_flight_over_levels"), 4, "2")
+
+
+def noted(folder: Path, num_ranks: int, *words: str) -> list[dict[str, Any]]:
+    command = [sys.executable, str(Path(in_flight_worker.__file__)), str(folder), *words]
+    start_ranks(command, folder, num_ranks=num_ranks, forked=True)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
 def gathers(run: Mapping[str, Any]) -> list[tuple[str, int, int]]:
@@ -52,20 +63,35 @@ def test_without_overlap_each_gather_is_waited_for_at_once(ran: list[dict[str, A
         assert fetched and all(f"fetch {unit}" in events[index + 1]["waited"] for index, unit in fetched)
 
 
+def backwards_beside(run: Mapping[str, Any], op: str) -> dict[str, list[str]]:
+    """Per layer, of which layers there are backwards between its event `op` and the wait for its reduction."""
+    events, found = run["events"], {}
+    for index, event in enumerate(events):
+        if event["op"] == op and event["unit"].isdigit():
+            waited = next(i for i, e in enumerate(events) if f"reduce {event['unit']}" in e["waited"])
+            found[event["unit"]] = [e["unit"] for e in events[index + 1 : waited] if e["op"] == "B"]
+    return found
+
+
 def test_a_layers_reduction_is_under_way_in_the_backward_of_the_next_one(ran: list[dict[str, Any]]) -> None:
+    """Of both micro-batches."""
     for rank in ran:
-        for overlap in ("True", "False"):
-            events = rank[overlap]["events"]
-            reduced = [index for index, event in enumerate(events) if event["op"] == "REDUCE" and event["unit"].isdigit()]
-            assert len(reduced) >= 3
-            for index in reduced:
-                unit = events[index]["unit"]
-                waited = next(i for i, event in enumerate(events) if f"reduce {unit}" in event["waited"])
-                between = [event["unit"] for event in events[index + 1 : waited] if event["op"] == "B"]
-                if overlap == "False":
-                    assert between == []
-                elif unit != "0":
-                    assert set(between) == {str(int(unit) - 1)} and len(between) == 2, "both micro-batches' backwards"
+        assert backwards_beside(rank["False"], "REDUCE") == {"0": [], "1": [], "2": []}
+        beside = backwards_beside(rank["True"], "REDUCE")
+        assert beside.keys() == {"0", "1", "2"} and (beside["2"], beside["1"]) == (["1", "1"], ["0", "0"])
+
+
+@pytest.mark.slow
+def test_over_levels_a_layers_cross_is_under_way_in_the_backward_of_the_next_one(ran_over_levels: list[dict[str, Any]]) -> None:
+    for rank in ran_over_levels:
+        assert backwards_beside(rank["False"], "CROSS") == {"0": [], "1": [], "2": []}
+        beside = backwards_beside(rank["True"], "CROSS")
+        assert beside.keys() == {"0", "1", "2"} and (beside["2"], beside["1"]) == (["1", "1"], ["0", "0"])
+
+
+@pytest.mark.slow
+def test_over_levels_waiting_at_once_has_the_same_bits(ran_over_levels: list[dict[str, Any]]) -> None:
+    assert len({rank[overlap]["digest"] for rank in ran_over_levels for overlap in ("True", "False")}) == 1
 
 
 def test_waiting_at_once_has_the_same_bits(ran: list[dict[str, Any]]) -> None:

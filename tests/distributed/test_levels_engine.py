@@ -15,6 +15,7 @@ import level_training_worker
 import pytest
 import torch
 from harness import differing, largest_relative
+from hops import HOPS
 from processes import free_port, start_ranks
 
 from ds_vertical.cli.report.timeline import kind_of
@@ -161,6 +162,17 @@ def test_however_steps_are_taken_copies_that_stand_change_no_bit(standing: list[
 
 
 @pytest.mark.slow
+def test_waiting_at_once_has_the_same_bits_over_levels(standing: list[Found]) -> None:
+    """Half of the copies, so that in the backward units are spread, too."""
+    for rank in standing:
+        at_once, beside = rank["waited for at once, kept"], rank["half of them, kept"]
+        for name in ("losses", "norms", "evaluated"):
+            assert at_once[name] == beside[name]
+        assert not differing(at_once["weights"], beside["weights"]) and not differing(at_once["state"], beside["state"])
+        assert all(not differing(a, b) for a, b in zip(at_once["grads"], beside["grads"], strict=True))
+
+
+@pytest.mark.slow
 def test_what_a_user_writes_between_two_steps_makes_copies_old(standing: list[Found]) -> None:
     for rank in standing:
         kept, found = rank["written, kept"], rank["written, standing"]
@@ -275,6 +287,16 @@ def test_eight_ranks_as_pairs_in_two_nodes_have_the_bits_of_one_level_and_move_w
     assert crossed["SPREAD"] == pytest.approx(sum(hop.num_bytes for hop in spread if hop.lane == "net_cross"), rel=0.02)
 
 
+@pytest.mark.slow
+def test_one_json_with_hpz_trains_in_both_arms(tmp_path: Path) -> None:
+    runs = [{"name": "one", "kind": "both arms", "levels": {}, "places": {"params": "cpu", "optimizer": "cpu"}, "clip": 0.5}]
+    for rank in run_jobs(tmp_path, runs):
+        stock, vertical = (rank["one"][arm] for arm in ("stock", "vertical"))
+        for name in ("losses", "norms"):
+            assert vertical[name] == pytest.approx(stock[name], rel=TOLERANCE)
+        assert_close(stock["weights"], vertical["weights"])
+
+
 FIRST = {"kind": "suffer first", "places": {"params": "cpu"}, "persistence": 2000}
 
 
@@ -332,10 +354,12 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(quantized: list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hop", ["_all_gathered", "_scattered_sums"])
-def test_a_rank_that_is_killed_within_a_hop_is_named_by_all_others(tmp_path: Path, hop: str) -> None:
-    """SPREAD and the gather of a copy, REDUCE and CROSS."""
-    runs = [{"name": "killed", "kind": "killed", "levels": {}, "hop": hop}]
+@pytest.mark.parametrize("event", HOPS)
+def test_a_rank_that_is_killed_within_a_hop_is_named_by_all_others_and_the_last_checkpoint_loads(
+    tmp_path: Path, event: str
+) -> None:
+    """With its bits: weights, masters and moments. What follows has those of a run that nobody has killed."""
+    runs: list[dict[str, Any]] = [{"name": "killed", "kind": "killed", "levels": {}, "hop": event}]
     processes = start_jobs(tmp_path, runs)
     try:
         codes = [process.wait(300) for process in processes]
@@ -347,5 +371,10 @@ def test_a_rank_that_is_killed_within_a_hop_is_named_by_all_others(tmp_path: Pat
     logs = [(tmp_path / f"rank{rank}.log").read_text() for rank in range(len(processes))]
     assert codes == [1, -9, 1, 1], logs[0]
     assert seconds < 60
+    assert json.loads((tmp_path / "failing").read_text()) == ([1, 3] if HOPS[event][1] else [0, 1])
     for rank in (0, 2, 3):
         assert "OtherRankError: train_batch: rank 1 is gone without a word" in logs[rank], logs[rank]
+    runs = [{"name": "loaded", "kind": "loaded", "levels": {}}, {"name": "whole", "levels": {}}]
+    for found in run_jobs(tmp_path, runs):
+        assert found["loaded"]["differing"] == []
+        assert not differing(found["loaded"]["weights"], found["whole"]["weights"])

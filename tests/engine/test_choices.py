@@ -269,6 +269,21 @@ def test_a_node_keeps_as_many_copies_as_host_memory_holds(tmp_path: Path) -> Non
     assert "host memory holds no more copies" in choose_copy_share(resolved, forecast_of, (1, 7)).reasons["levels"]
 
 
+def test_standing_copies_with_the_default_delay_are_warned_of(tmp_path: Path) -> None:
+    from ds_vertical.config.resolve import resolve
+    from ds_vertical.config.section import load_section
+    from ds_vertical.types import LevelSettings
+
+    for written, delay, warned in ((None, 0.25, True), (None, 0.0, False), (0.25, 0.25, False)):
+        section = load_section(config(tmp_path) if written is None else config(tmp_path, optimizer_delay=written))
+        assert section is not None
+        for stands in (True, False):
+            resolved = replace(resolve(section), levels=LevelSettings(2, copy_on_device=stands))
+            found = autotune.late_copies(section, resolved, delay)
+            assert bool(found) == (warned and stands)
+            assert not found or ("25%" in found[0] and found[0].endswith('write "optimizer_delay": 0'))
+
+
 def test_what_host_memory_does_not_hold_waits_on_ssd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,7 +300,7 @@ def test_what_host_memory_does_not_hold_waits_on_ssd(
 
 RANK = """
 import json, os, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1].split(os.pathsep)
 import deepspeed, harness, test_choices
 from ds_vertical.compat.ops import cache
 cache.activate()
@@ -295,13 +310,11 @@ with harness.running(json.loads(sys.argv[3]), test_choices.model, vertical=True)
 """
 
 
-@pytest.mark.slow
-def test_all_ranks_take_what_the_first_has_planned(tmp_path: Path) -> None:
-    """The second has no report: on another host nobody may have measured."""
-    limits, store = tmp_path / "limits.json", tmp_path / "store"
-    limits.write_text(json.dumps(report(ssd_read_bytes_per_s=2e7, flops=2e11)))
-    command = [sys.executable, "-c", RANK, str(SUPPORT), str(store), json.dumps(config(tmp_path))]
-    launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+def run_ranks(folder: Path, script: str, limits: list[str]) -> list[list[str]]:
+    """Per rank, of as many as `limits` has files of rates, the lines that begin with "chosen"."""
+    paths = os.pathsep.join((str(SUPPORT), str(Path(__file__).parent)))
+    command = [sys.executable, "-c", script, paths, str(folder / "store"), json.dumps(config(folder))]
+    launcher = {"WORLD_SIZE": str(len(limits)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
             command,
@@ -310,13 +323,50 @@ def test_all_ranks_take_what_the_first_has_planned(tmp_path: Path) -> None:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank, named in enumerate((str(limits), ""))
+        for rank, named in enumerate(limits)
     ]
     try:
-        outputs = [process.communicate(timeout=200)[0] for process in started]
+        outputs = [process.communicate(timeout=400)[0] for process in started]
     finally:
         for process in started:
             process.kill()
     chosen = [[line for line in output.splitlines() if line.startswith("chosen")] for output in outputs]
-    assert chosen[0] and chosen[0] == chosen[1], "\n".join(output[-2000:] for output in outputs)
-    assert chosen[0] != ["chosen 1 None"]
+    assert all(chosen), "\n".join(output[-2000:] for output in outputs)
+    return chosen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second_has", [True, False])
+def test_all_ranks_take_one_plan_or_the_rules_where_a_host_has_no_rates(tmp_path: Path, second_has: bool) -> None:
+    """The second disk is faster: the slower one decides."""
+    limits = [tmp_path / "slow.json", tmp_path / "fast.json"]
+    for path, rate in zip(limits, (2e7, 2e9), strict=True):
+        path.write_text(json.dumps(report(ssd_read_bytes_per_s=rate, flops=2e11)))
+    first, second = run_ranks(tmp_path, RANK, [str(limits[0]), str(limits[1]) if second_has else ""])
+    assert first == second and (first != ["chosen 1 None"]) is second_has
+
+
+@pytest.mark.slow
+def test_a_plan_is_for_the_rank_with_least_room_and_the_host_with_most_ranks(tmp_path: Path) -> None:
+    """Rank 0 is by itself on a host, the other two are on one, and the last one has less room."""
+    limits = tmp_path / "limits.json"
+    limits.write_text(json.dumps(report(ssd_read_bytes_per_s=2e7, flops=2e11)))
+    chosen = run_ranks(tmp_path, UNLIKE_RANKS + RANK.replace("world_size=2", "world_size=3"), [str(limits)] * 3)
+    assert [len(lines) for lines in chosen] == [2, 1, 1]
+    assert chosen[0][0] == f"chosen by the room of 2 GiB and 2 ranks: {2 << 30}"
+    assert len({lines[-1] for lines in chosen}) == 1
+
+
+# as rank 0 has it, what it plans by
+UNLIKE_RANKS = """
+import os
+from ds_vertical.distributed import ranks
+from ds_vertical.engine import api, autotune
+number = int(os.environ["RANK"])
+ranks.host_id = lambda: "ab"[number > 0]
+api.host_room = lambda *_: ((2 << 30, 7) if number == 2 else (3 << 30, 7))
+def problem(*given, made=autotune._problem):
+    print(f"chosen by the room of {given[-2][0] >> 30} GiB and {given[-1]} ranks: {given[-2][0]}", flush=True)
+    return made(*given)
+autotune._problem = problem
+"""

@@ -13,16 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_vertical.cli import main
-from ds_vertical.config.section import load_section
+from ds_vertical.config.cross_check import check
+from ds_vertical.config.resolve import resolve
+from ds_vertical.config.section import Levels, load_section
 from ds_vertical.distributed.topology import Level, Topology
+from ds_vertical.distributed.unit_levels import topology_on
 from ds_vertical.errors import CostsError
+from ds_vertical.model.hf import named_shape, read_fields
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner import machine as profile
+from ds_vertical.planner.candidate import Choice, difference
 from ds_vertical.planner.costs import event_costs
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Machine, read_links
 from ds_vertical.planner.model_shape import ModelShape
-from ds_vertical.planner.network import Hop, Network, seconds_of
+from ds_vertical.planner.network import Hop, LevelChoice, Network, level_choice, seconds_of
 from ds_vertical.planner.simulate import SimulationSettings, simulate
 from ds_vertical.schedule.events import Event, Op, Schedule, parse_events
 from ds_vertical.schedule.passes import TrainingStep, build_training
@@ -300,6 +305,90 @@ def test_several_nodes_need_links_and_plans_have_levels_where_runs_have(
         assert any(item["what"] == "copies of the weights" for item in found["memory"]) is bool(copied)
         if copied:  # all weights and fp32 gradients cross once, half of them into each node
             assert found["into_node_bytes"] == pytest.approx(found["model"]["elements"] * (2 + 4) / 2, rel=0.02)
+
+
+def on_cpu(folder: Path, **rates: float) -> tuple[str, ...]:
+    """The words for a machine that computes in host memory, and its links."""
+    report = json.loads((profile.SHIPPED / "a100_server.json").read_text())
+    report["machine"] = {**report["machine"], "one_memory": True}
+    for name, content in (("machine.json", report), ("links.json", {"links": {**LINKS, **rates}})):
+        (folder / name).write_text(json.dumps(content))
+    return str(folder / "machine.json"), "--links", str(folder / "links.json")
+
+
+def levels_of(found: dict[str, Any]) -> Levels:
+    """Of a plan's JSON, which `initialize` takes."""
+    section = load_section(found["config"])
+    assert section is not None
+    check(found["config"], section)
+    topology_on([f"host{rank // 4}" for rank in range(8)], resolve(section).levels)
+    return section.levels
+
+
+def test_on_a_slow_local_link_fewer_ranks_share_a_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy of two ranks is gathered from one other rank, and not from three. Adapters alone are trained, so that nearly all
+    bytes are weights; of many layers, which are fetched twice."""
+    fields = read_fields(named_shape("gpt_13m")) | {"num_hidden_layers": 32, "hidden_size": 256}
+    (tmp_path / "deep.json").write_text(json.dumps(fields))
+    words = ("--model", str(tmp_path / "deep.json"), "--lora", "4")
+    rate = 1.25e7
+    status, found, err = plan(capsys, *on_cpu(tmp_path, local_bytes_per_s=rate, cross_bytes_per_s=1e7), *words)
+    assert status == 0, err
+    levels = levels_of(found)
+    assert (levels.ranks_per_node, levels.gradients, levels.copy_share) == (2, 4, 1.0)
+    assert not levels.quantized_weights and not levels.quantized_gradients
+    by_four_s = 2 * found["model"]["elements"] * (3 / 4 + 3 / 4) / rate  # of the local link, with copies of four ranks
+    assert found["busy_s"]["net_local"] < 0.9 * by_four_s
+
+
+def test_plans_round_where_they_may_and_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for local, cross, gains in ((5e9, 1e7, True), (1e13, 1e13, False)):
+        words = on_cpu(tmp_path, local_bytes_per_s=local, cross_bytes_per_s=cross)
+        status, exact, err = plan(capsys, *words)
+        status, rounded, err = plan(capsys, *words, "--allow-rounding")
+        assert status == 0, err
+        levels = levels_of(rounded)
+        assert levels.quantized_weights == levels.quantized_gradients == gains
+        assert not levels_of(exact).quantized_weights and not levels_of(exact).quantized_gradients
+        if gains:  # INT8 of bf16, INT4 of fp32
+            assert rounded["into_node_bytes"] / exact["into_node_bytes"] == pytest.approx((1 + 0.5) / (2 + 4), rel=0.05)
+            assert rounded["step_s"] < 0.5 * exact["step_s"]
+
+
+def test_levels_on_gpus_are_planned_where_they_are_assumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("a100_server", *on_cpu(tmp_path, cross_bytes_per_s=1e7)[1:])
+    (status, without, err), (_, found, _) = plan(capsys, *words), plan(capsys, *words, "--assume-levels")
+    assert status == 0, err
+    assert found["into_node_bytes"] < 0.8 * without["into_node_bytes"]
+    assert levels_of(found).ranks_per_node > 1 and levels_of(without).ranks_per_node == 1
+    assert [text for text in found["machine"]["assumed"] if text not in without["machine"]["assumed"]] == [
+        "that runs on GPUs have levels, which they refuse so far"
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8])
+def test_a_search_tries_all_ways_to_divide_a_node(ranks: int) -> None:
+    network = Network(3, ranks, levels=ranks > 1)
+    found = [(each.w, each.g) for each in network.others("ranks")]
+    assert len(set(found)) == len(found) and (ranks, ranks) not in found
+    for w in range(2, ranks + 1):
+        for g in range(w, ranks + 1):
+            fits = not ranks % g and not g % w and (w, g) != (ranks, ranks)
+            assert ((w, g) in found) == fits
+    for each in network.others("ranks"):
+        Topology(each.num_ranks, each.g, each.w)  # which refuses what a run has not
+
+
+def test_what_a_plan_says_of_levels_is_read_back() -> None:
+    assert level_choice(FLAT) is None and level_choice(LEVELS) == LevelChoice(2, 2, 1.0)
+    odd = replace(LEVELS, ranks_per_node=4, copy_ranks=2, weight_bytes=1.0, copy_share=0.5)
+    chosen = level_choice(odd)
+    assert chosen is not None and chosen == LevelChoice(2, 4, 0.5, True)
+    assert chosen.keys == {"ranks_per_node": 2, "copy_share": 0.5, "gradients": 4, "quantized_weights": True}
+    choice = Choice(1, 2, 1, 1, 0.0, True, Placement.of(), levels=chosen)
+    again = json.loads(json.dumps(choice.to_json()))
+    assert Choice.from_json(again) == choice
+    assert "levels.gradients 4" in difference(replace(choice, levels=LevelChoice(2, 2, 0.5, True)), choice)
 
 
 def test_links_that_cannot_be_read_are_named(tmp_path: Path) -> None:

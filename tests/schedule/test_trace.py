@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 import time
 from functools import partial
@@ -28,6 +29,7 @@ from ds_vertical.schedule.trace import (
     intersection,
     now,
     optimizer_overlap,
+    read_host,
     read_trace,
     record_s,
     summarize,
@@ -63,6 +65,12 @@ def test_records_are_read_back_as_they_were_made(tmp_path: Path) -> None:
     assert [(c.name, c.value) for c in first.counts] == [("host bytes", 7)]
     assert first.start <= first.counts[0].time <= first.end <= second.start <= second.end
     assert (second.step, second.spans, second.waits, second.counts) == (2, [], [], [])
+
+
+def test_a_header_tells_hosts_of_one_name_apart(tmp_path: Path) -> None:
+    name = socket.gethostname()
+    for host_id, told in (("clone boot1", "clone boot1"), ("", name)):
+        assert read_host(RecordingTracer(tmp_path, 0, host_id).path) == (name, told)
 
 
 def test_a_failing_step_is_written_too(tmp_path: Path) -> None:

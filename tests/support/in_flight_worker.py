@@ -1,6 +1,8 @@
-"""One of two ranks that train two steps in host memory: what its executor does in the second one, event by event.
+"""One of some ranks that train two steps in host memory: what its executor does in the second one, event by event.
 
-    python tests/support/in_flight_worker.py FOLDER      # with the launcher's variables set; writes FOLDER/rank<R>.json
+    python tests/support/in_flight_worker.py FOLDER [N]      # with the launcher's variables set; writes FOLDER/rank<R>.json
+
+N: so many ranks are a node.
 
 Per way of running (with overlap and without): for each event its operation, its unit, how many gathers this rank has issued
 once the event is over, and what the executor has waited for ahead of it or because of it. Shards in host memory are there at
@@ -51,7 +53,7 @@ class Noting(Executor):
         self._waited.append(ticket.what)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, ranks_per_node: int = 1) -> None:
     global count
     start = 0
     torch.set_num_threads(1)
@@ -61,9 +63,11 @@ def main(folder: Path) -> None:
     for overlap in (True, False):
         made = config(folder / "swap", "fp32", tier="cpu")
         made["vertical_schedule"]["overlap"] = overlap
+        if ranks_per_node > 1:
+            made["zero_optimization"]["zero_hpz_partition_size"] = ranks_per_node
         with harness.running(made, OddModel, vertical=True) as (engine, model):
             count = lambda engine=engine: engine.param_store.gathers.num_issued  # noqa: E731
-            for step in batches(rank, 2)[:2]:
+            for step in batches(rank, torch.distributed.get_world_size())[:2]:
                 notes.clear()
                 start = count()
                 engine.train_batch(iter(step))
@@ -73,4 +77,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

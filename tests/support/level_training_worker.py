@@ -23,6 +23,7 @@ from unittest import mock
 import harness
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from hops import act_in
 from rank_worker import SIZES, VOCAB, OddBlock, OddModel, OddScale, hear, poison
 
 from ds_vertical.distributed import levels
@@ -111,6 +112,16 @@ def train(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     run.state = harness.own_shares(run.state, run.weights, rank)
     run.grads = [harness.own_shares(grads, run.weights, rank) for grads in run.grads]
     return vars(run) | {"evaluated": evaluated, "schedule": texts[-1]}
+
+
+def train_both_arms(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """The steps by one JSON, but for `enabled`."""
+    found = {}
+    for arm in ("vertical", "stock"):  # the latter's groups for hpZ stay in the process
+        model = partial(OddModel, "bf16")
+        run = harness.run_arm(job.config(folder), model, job.batches(rank), vertical=arm == "vertical")
+        found[arm] = {"losses": run.losses, "norms": run.norms, "weights": run.weights}
+    return found
 
 
 def train_in_one_hop(job: Job, folder: Path, rank: int) -> dict[str, Any]:
@@ -217,27 +228,44 @@ def poisoned(job: Job, folder: Path, rank: int) -> dict[str, Any]:
 
 
 def killed(job: Job, folder: Path, rank: int) -> dict[str, Any]:
-    """In the second step rank 1 is killed within the hop that `job.hop` names: a function of `distributed.levels`. Nobody else
+    """A step and a save. In the second step rank 1 is killed within a hop of the event that `job.hop` names. Nobody else
     returns."""
-    with harness.running(job.config(folder), partial(OddModel, "bf16"), vertical=True) as (engine, _):
+
+    def die(members: list[int]) -> None:
+        (folder.parent / "failing").write_text(json.dumps(members))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with harness.running(job.config(folder), partial(OddModel, "bf16"), vertical=True) as (engine, model):
         first, second = job.batches(rank)
         engine.train_batch(iter(first))
-        hop, calls = getattr(levels, job.hop), iter(range(3))
-
-        def dying(*args: Any) -> torch.Tensor:
-            if next(calls, None) is None:
-                (folder.parent / "failing").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return hop(*args)
-
-        with mock.patch.object(levels, job.hop, dying if rank == 1 else hop):
-            engine.train_batch(iter(second))
+        engine.save_checkpoint(str(folder.parent / "saved"))
+        torch.save(contents(engine, model, rank), folder.parent / f"at the save.rank{rank}.pt")
+        if rank == 1:
+            act_in(job.hop, 2, 1, die)
+        engine.train_batch(iter(second))
     raise AssertionError("a step without rank 1")
 
 
+def loaded(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """Behind `killed`, in other processes: what the checkpoint does not bring back, and the second step."""
+    expected = torch.load(folder.parent / f"at the save.rank{rank}.pt", weights_only=True)
+    with harness.running(job.config(folder), partial(OddModel, "bf16"), vertical=True) as (engine, model):
+        engine.load_checkpoint(str(folder.parent / "saved"))
+        found = harness.differing(expected, contents(engine, model, rank))
+        engine.train_batch(iter(job.batches(rank)[1]))
+        return {"differing": found, "weights": harness.read_weights(model)}
+
+
 KINDS = {
-    **{"train": train, "resume": resume, "suffer": suffer, "suffer first": suffer_first, "written": written},
-    **{"poisoned": poisoned, "killed": killed, "one hop": train_in_one_hop},
+    **{
+        "train": train,
+        "both arms": train_both_arms,
+        "resume": resume,
+        "suffer": suffer,
+        "suffer first": suffer_first,
+        "written": written,
+    },
+    **{"poisoned": poisoned, "killed": killed, "loaded": loaded, "one hop": train_in_one_hop},
 }
 
 

@@ -43,10 +43,14 @@ class Launch:
             self.process.kill()
             raise AssertionError(self.log()[-5000:]) from None
 
-    def wait_for_step(self, number: int, limit_s: float = 200) -> None:
+    def wait_for(self, condition: Callable[[], bool], limit_s: float) -> float:
+        """As `wait_for`; a failure shows the log's end."""
+        return wait_for(condition, limit_s, self.log)
+
+    def wait_for_step(self, number: int, limit_s: float = 400) -> None:
         """Return when rank 0 has taken step `number` of a loop."""
         path = self.out / "step0"
-        wait_for(lambda: self.process.poll() is not None or (path.exists() and int(path.read_text()) >= number), limit_s)
+        self.wait_for(lambda: self.process.poll() is not None or (path.exists() and int(path.read_text()) >= number), limit_s)
         assert self.process.poll() is None, self.log()[-5000:]
 
 
@@ -54,10 +58,10 @@ def results(out: Path, num_ranks: int) -> list[dict[str, Any]]:
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-def wait_for(condition: Callable[[], bool], limit_s: float) -> float:
-    """Seconds until the condition was true; fails after `limit_s`."""
+def wait_for(condition: Callable[[], bool], limit_s: float, log: Callable[[], str] = str) -> float:
+    """Seconds until the condition was true; fails after `limit_s`, with the end of `log`."""
     start = time.monotonic()
     while not condition():
-        assert time.monotonic() - start < limit_s, "waited for too long"
+        assert time.monotonic() - start < limit_s, f"waited for {limit_s} s; {log()[-5000:]}"
         time.sleep(0.02)
     return time.monotonic() - start

@@ -2,14 +2,14 @@
 
     deepspeed --hostfile hostfile tests/support/two_hosts_worker.py --nvme FOLDER --out FOLDER [--steps 2] [--loop]
         [--save FOLDER ...] [--on-signal FOLDER] [--node-local] [--load FOLDER] [--die POINT] [--trace FOLDER]
-        [--levels RANKS] [--stand-in HOP]
+        [--levels RANKS] [--stand-in EVENT]
 
 Each rank writes OUT/rank<R>.json at the end: losses, a digest of weights and of its share of the state, and per step the bytes
 that came in over the host's link. `--loop`: steps without end; OUT/step<R> holds the number of the last one. `--save`: saves to
 each folder at the end, and says what came of it, as does `--on-signal` of an engine with that `on_signal.save_dir`.
 `--node-local`: hosts that do not share the folder have one each. `--load`: goes on from the folder's last checkpoint. `--die`:
 rank 1 is killed in its save, at that point. `--levels`: so many ranks are a node. `--stand-in`: in the second step the ranks of
-the second half write OUT/inside<R> and stand still in that hop, a function of `distributed.levels`.
+the second half write OUT/inside<R> and stand still in a hop of that event, one of `hops.HOPS`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ import torch
 import torch.distributed as dist
 import two_hosts
 from failing_worker import state_without_padding
+from hops import act_in
 from rig import traffic  # two_hosts has put benchmarks/ on the path
 
-from ds_vertical.distributed import levels, ranks
+from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import save
 
 
@@ -84,17 +85,14 @@ def die_at(point: str, rank: int) -> None:
     save.reach = reach
 
 
-def stand_in(name: str, out: Path, rank: int) -> None:
-    """Let this rank stand still in a hop over levels, behind those of about one step."""
-    hop, calls = getattr(levels, name), itertools.count()
+def stand_in(event: str, ranks_per_node: int, out: Path, rank: int) -> None:
+    """Let this rank stand still in a hop of an event over levels, behind those of about one step."""
 
-    def standing(*args: Any) -> torch.Tensor:
-        if next(calls) == 20:
-            (out / f"inside{rank}").touch()
-            time.sleep(1000)
-        return hop(*args)
+    def stand(members: list[int]) -> None:
+        (out / f"inside{rank}").write_text(json.dumps(members))
+        time.sleep(1000)
 
-    setattr(levels, name, standing)
+    act_in(event, ranks_per_node, 5, stand)
 
 
 def main() -> int:
@@ -121,7 +119,7 @@ def main() -> int:
     if options.levels is not None:
         config["zero_optimization"]["zero_hpz_partition_size"] = options.levels
     if options.stand_in is not None and rank >= dist.get_world_size() // 2:
-        stand_in(options.stand_in, options.out, rank)
+        stand_in(options.stand_in, options.levels, options.out, rank)
     if options.node_local:
         config["checkpoint"] = {"use_node_local_storage": True}
     if options.trace is not None:

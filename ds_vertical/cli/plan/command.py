@@ -34,6 +34,7 @@ _BAD_INPUT, _NO_PLAN = 2, 1
 _DAY_S = 86400
 _TIMED_SIZES = (1, 2, 4)  # sequences per micro-batch that are timed; larger ones follow from the last two
 _IN_PLACE = 'on_nonfinite "stop": early steps in place, one generation of files on SSD; a norm that is not finite ends the run'
+_LEVELS_ASSUMED = "that runs on GPUs have levels, which they refuse so far"
 _EXAMPLE = """example:
   ds-vertical limits --path /ssd
   ds-vertical plan --model my_model/config.json --tokens-per-step 65536 --nvme-path /ssd --out ds_config.json
@@ -86,6 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-ranks", type=int, default=1, help="ranks (GPUs) of a machine (default 1)")
     parser.add_argument("--nodes", type=int, default=1, help="machines like this one (default 1)")
     parser.add_argument("--links", type=Path, help="file of `ds-vertical limits --links --out`: rates between ranks")
+    rounding = "ranks may send weights as INT8 and gradients as INT4 between machines, which is not exact"
+    parser.add_argument("--allow-rounding", action="store_true", help=rounding)
+    assumed = "plan levels on GPUs, too, where runs refuse them so far"
+    parser.add_argument("--assume-levels", action="store_true", help=assumed)
     names = ", ".join(profile.shipped())
     parser.add_argument("--machine", help=f"file of `ds-vertical limits --out`, or {names} (default: this one's limits)")
     paths = "folder on the SSD (default /tmp/ds_vertical); several: one on each SSD"
@@ -102,7 +107,7 @@ def plan(options: argparse.Namespace) -> JsonObject:
     _check(options)
     whole = _linked(_profile(options), options)
     ranks = options.nodes * options.num_ranks
-    levels = options.nodes > 1 and options.num_ranks > 1 and whole.machine.one_memory  # which a run on GPUs refuses
+    levels = options.nodes > 1 and options.num_ranks > 1 and (whole.machine.one_memory or options.assume_levels)
     network = Network(options.nodes, options.num_ranks, levels, reduces_twice=whole.machine.one_memory)
     machine = replace(whole, machine=whole.machine.shared(options.num_ranks))
     spec, fields = _spec(options)
@@ -117,6 +122,7 @@ def plan(options: argparse.Namespace) -> JsonObject:
         None if options.on_nonfinite is None else options.on_nonfinite == "stop",
         flops_per_byte=machine.flops_per_byte(spec.dtype),
         network=network,
+        rounding=options.allow_rounding,
     )
     if not any(task.counts()):
         fitting = -(-options.tokens_per_step // (spec.sequence_length * ranks))
@@ -175,6 +181,8 @@ def _linked(machine: Profile, options: argparse.Namespace) -> Profile:
     """With the links of a file, where one is given. Raises CostsError where links are needed that nobody has measured."""
     if options.links is not None:
         machine = replace(machine, machine=machine.machine.with_links(read_links(options.links)))
+    if options.assume_levels and not machine.machine.one_memory:
+        machine = replace(machine, assumed=(*machine.assumed, _LEVELS_ASSUMED))
     if options.nodes > 1 and machine.machine.net_cross_bytes_per_s is None:
         raise CostsError(
             f"--nodes {options.nodes}: {machine.name} says nothing of the links between machines; measure them with"
@@ -325,10 +333,15 @@ def _nodes_lines(found: JsonObject) -> list[str]:
     """How ranks on several nodes send each other weights and gradients."""
     if found["nodes"] == 1:
         return []
-    share, ranks = found["setting"]["copy_share"], found["ranks_per_node"]
-    how = "over all ranks at once"
-    if share is not None:
-        how = f"over the {ranks} ranks of a node, then over the nodes; copies of {share:.0%} of the layers wait in their memory"
+    levels, how = found["setting"]["levels"], "over all ranks at once"
+    if levels is not None:
+        copied, summed, share = (levels[key] for key in ("ranks_per_node", "gradients", "copy_share"))
+        apart = "of a node" if copied == found["ranks_per_node"] else "that share a copy"
+        sums = f" (gradients also over the {summed} of a node)" if summed != copied else ""
+        how = f"over the {copied} ranks {apart}{sums}, then over the nodes"
+        how += f"; copies of {share:.0%} of the layers wait in their memory"
+        rounded = [what for what in ("weights", "gradients") if levels[f"quantized_{what}"]]
+        how += f"; {' and '.join(rounded)} rounded on their way" if rounded else ""
     return [f"{found['nodes']} nodes: collectives {how}; {found['into_node_bytes'] / 1e9:.2f} GB into a node a step"]
 
 

@@ -75,10 +75,8 @@ def section(choice: Choice, one_memory: bool) -> JsonObject:
 def _levels(candidate: Candidate) -> JsonObject:
     """Two levels of collectives, as keys of the section alone. DeepSpeed's own keys would be the stock arm's as well, which
     refuses them with parameters on SSD."""
-    network, share = candidate.shape.network, candidate.choice.copy_share
-    if network is None or share is None:
-        return {}
-    return {"levels": {"ranks_per_node": network.ranks_per_node, "copy_share": share}}
+    levels = candidate.choice.levels
+    return {} if levels is None else {"levels": levels.keys}
 
 
 def _activations(choice: Choice) -> JsonObject:

@@ -64,16 +64,23 @@ def compared(folder: RecordedRun) -> HostsCompared | None:
     """The hosts of a folder's traced run; None where it ran on one, or was not traced."""
     by_host: dict[str, list[Timeline]] = {}
     for line in folder.timelines():
-        by_host.setdefault(line.host, []).append(line)
+        by_host.setdefault(line.host_id or line.host, []).append(line)
     if len(by_host) < 2 or not all(line.steps for lines in by_host.values() for line in lines):
         return None
-    hosts = tuple(_work(host, lines) for host, lines in by_host.items())
+    names = [lines[0].host for lines in by_host.values()]
+    hosts = tuple(_work(_shown(lines, names), lines) for lines in by_host.values())
     steps = [step for lines in by_host.values() for line in lines for step in _counted(line)]
     step_s = median(step.end - step.start for step in steps)
     excess = {name: _excess([host.busy_s[name] for host in hosts]) for name in COMPARED}
     resource = max(excess, key=excess.__getitem__)
     slowest = max(hosts, key=lambda host: host.busy_s[resource]).host
     return HostsCompared(hosts, slowest if excess[resource] > _NOTABLE * step_s else None, resource, step_s)
+
+
+def _shown(lines: Sequence[Timeline], names: Sequence[str]) -> str:
+    """A host's name; of several with one name, with its ranks."""
+    name, ranks = lines[0].host, [str(line.rank) for line in lines]
+    return name if names.count(name) == 1 else f"{name} (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})"
 
 
 def _excess(seconds: Sequence[float]) -> float:

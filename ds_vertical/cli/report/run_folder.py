@@ -68,7 +68,7 @@ class RecordedRun:
         run, folder = next(iter(self.traces.items()))
         found = []
         for rank, path in sorted(_ranks_of(folder, *self.others.get(folder, ())).items()):
-            found.append(Timeline(run, "measured", rank, tuple(_read(read_trace, path)), _read(read_host, path)))
+            found.append(Timeline(run, "measured", rank, tuple(_read(read_trace, path)), *_read(read_host, path)))
         return found
 
     @cached_property

@@ -52,13 +52,15 @@ _LANE: Final = re.compile(r"\.ssd\d+$")  # behind the name of a file's part, whe
 
 @dataclass(frozen=True)
 class Timeline:
-    """The steps of one rank, in order. `name`: the run's; `host`: the name of the rank's, empty where nobody knows."""
+    """The steps of one rank, in order. `name`: the run's; `host`: the name of the rank's, empty where nobody knows; `host_id`:
+    what tells it from hosts of the same name."""
 
     name: str
     kind: Literal["measured", "simulated"]
     rank: int
     steps: tuple[StepTrace, ...]
     host: str = ""
+    host_id: str = ""
 
     def within(self, first: int, last: int) -> Timeline:
         """Only the steps of these numbers, both included."""

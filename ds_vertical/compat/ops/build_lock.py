@@ -3,6 +3,10 @@
 [Note: two locks] torch guards a build with a file `lock` that outlives a killed compiler and on which every later
 process waits for ever. That file is stale when no process holds it open. Builders that come through this module also
 take turns through `flock`, which the kernel drops with its process, and which other hosts of a shared home see as well.
+
+[Note: other hosts] On some shared file systems `flock` does not reach other hosts. So whoever has its turn also makes a file
+with its hostname and boot id, and touches that file every few seconds. A file of another host counts while it is touched; one
+of this host does not count, since here `flock` tells.
 """
 
 from __future__ import annotations
@@ -12,14 +16,21 @@ import fcntl
 import os
 import platform
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
+
+from ds_vertical.io.runs.this_host import host_id
 
 HEARTBEAT_S = 5.0
 RELEASE_S = 15.0  # torch closes its lock before it removes it, and the removal waits for a busy file system's journal
 TURN_POLL_S = 0.5  # between two looks of a process that waits for its turn, or for torch's lock
 TURN_FILE = "builder.flock"
+HOST_FILE = "builder.host"
+HOST_S = 30.0  # untouched for so long, a file of another host is that of a dead builder
 
 
 def say(text: str) -> None:
@@ -67,7 +78,9 @@ def builder(folder: Path) -> str | None:
     try:
         # NFS locks only what is open for writing
         with path.open("r+" if os.access(path, os.W_OK) else "r", encoding="utf-8") as turn:
-            return None if _try_flock(turn.fileno()) else turn.read().strip() or "another builder"
+            if not _try_flock(turn.fileno()):
+                return turn.read().strip() or "another builder"
+        return _other_host(folder)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -98,17 +111,74 @@ def build_turn(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / TURN_FILE).open("a+") as turn:
         start, next_word = time.monotonic(), 0.0
-        while not _try_flock(turn.fileno()):
+        me = f"process {os.getpid()} on {platform.node()} since {time.strftime('%H:%M:%S')}"
+        while (ahead := _ahead(turn, folder, me)) is not None:
             waited = time.monotonic() - start
             if waited >= next_word:
-                turn.seek(0)
-                say(f"waiting for the other builder ({turn.read().strip()}) in {folder} ({waited:.0f} s so far)")
+                say(f"waiting for the other builder ({ahead}) in {folder} ({waited:.0f} s so far)")
                 next_word = waited + HEARTBEAT_S
             time.sleep(TURN_POLL_S)
         turn.truncate(0)
-        turn.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%H:%M:%S')}")
+        turn.write(me)
         turn.flush()
+        with _touched(folder / HOST_FILE):
+            yield
+
+
+def _ahead(turn: TextIO, folder: Path, me: str) -> str | None:
+    """Who has its turn before this process; None once it is this process's."""
+    if not _try_flock(turn.fileno()):
+        turn.seek(0)
+        return turn.read().strip() or "another builder"
+    if (other := _other_host(folder)) is not None:
+        return other
+    path = folder / HOST_FILE
+    if path.exists():
+        path.unlink(missing_ok=True)  # of a builder that was killed
+    try:
+        with path.open("x", encoding="utf-8") as file:  # fails where a host is quicker, on NFS too
+            file.write(f"{host_id()}\n{me}")
+    except FileExistsError:
+        return "another host's"
+    return None
+
+
+def _other_host(folder: Path) -> str | None:
+    """Who builds on another host; None where nobody does. See [Note: other hosts]."""
+    try:
+        with (folder / HOST_FILE).open(encoding="utf-8") as file:  # opened each time: NFS then asks the server
+            host, _, who = file.read().partition("\n")
+            untouched_s = _now(folder) - os.fstat(file.fileno()).st_mtime
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return (who or "another host's") if host != host_id() and untouched_s < HOST_S else None
+
+
+def _now(folder: Path) -> float:
+    """By the clock of the folder's file system, which may be another machine's."""
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as probe:
+        return os.fstat(probe.fileno()).st_mtime
+    return time.time()
+
+
+@contextlib.contextmanager
+def _touched(path: Path) -> Iterator[None]:
+    """Touch a file every few seconds; remove it at the end."""
+    done = threading.Event()
+
+    def touch() -> None:
+        while not done.wait(HEARTBEAT_S):
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    thread = threading.Thread(target=touch, name="ds_vertical builder", daemon=True)
+    thread.start()
+    try:
         yield
+    finally:
+        done.set()
+        thread.join()
+        path.unlink(missing_ok=True)
 
 
 def _try_flock(descriptor: int) -> bool:

@@ -68,7 +68,7 @@ class KeepPlanner:
     def choose(self, own: MeasuredStep) -> KeepChoice:
         """What all ranks keep from now on. `own`: what this rank has measured. Collective."""
         step = agreed(ranks.all_gathered(own))
-        here = ranks.ranks_on_this_host()
+        here = ranks.most_ranks_on_a_host()
         chosen = self._chosen(step, here) if ranks.rank() == 0 else None
         found = ranks.all_gathered(chosen)[0]
         assert found is not None

@@ -37,13 +37,15 @@ def waiting_in_collectives(record: Record) -> None:
         record["end"] += 0.4
 
 
-def host_folder(path: Path, host: str, rank: int, change: Callable[[Record], None] = as_recorded) -> Path:
-    """What a host has written of the recorded run as its `rank`."""
+def host_folder(
+    path: Path, host: str, rank: int, change: Callable[[Record], None] = as_recorded, host_id: str | None = None
+) -> Path:
+    """What a host has written of the recorded run as its `rank`. `host_id`: None as in earlier versions."""
     for kind in ("trace", "metrics"):
         (path / f"traced.0.{kind}").mkdir(parents=True)
     lines = (RECORDED / "traced.0.trace" / "rank0.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    records[0] |= {"host": host, "rank": rank}
+    records[0] |= {"host": host, "rank": rank} | ({} if host_id is None else {"host_id": host_id})
     for record in records:
         change(record)
     text = "".join(f"{json.dumps(record)}\n" for record in records)
@@ -71,6 +73,20 @@ def test_folders_of_several_hosts_are_one_run_and_the_slowest_host_is_named(
     assert "nodeB is the slowest host" in (tmp_path / "out" / "report.html").read_text()
     (joined,) = joined_hosts([open_folder(folder) for folder in folders])
     assert [line.rank for line in joined.timelines()] == [0, 1] and list(joined.records["traced.0"]) == [0, 1]
+
+
+def test_hosts_from_one_image_are_told_apart_by_their_boots(tmp_path: Path) -> None:
+    changes = (as_recorded, with_a_slow_disk, as_recorded, with_a_slow_disk)
+    folders = [
+        host_folder(tmp_path / str(rank), "clone", rank, change, f"clone boot{rank % 2}") for rank, change in enumerate(changes)
+    ]
+    (run,) = command.write(folders, tmp_path / "out")["runs"]
+    found = run["sections"]["hosts"]
+    assert [(each["host"], each["ranks"]) for each in found["hosts"]] == [
+        ("clone (ranks 0, 2)", (0, 2)),
+        ("clone (ranks 1, 3)", (1, 3)),
+    ]
+    assert found["slowest"] == "clone (ranks 1, 3)" and " on clone (ranks 0, 2)." in found["told"]
 
 
 def test_where_no_host_stands_out_none_is_named(tmp_path: Path) -> None:

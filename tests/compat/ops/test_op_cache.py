@@ -276,6 +276,58 @@ def test_a_lock_stays_while_somebody_compiles_whom_this_host_does_not_see(
     assert not lock.exists()
 
 
+def test_where_flock_does_not_reach_other_hosts_their_builders_are_told_by_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(cache.jit_folder()))
+    for name, seconds in (("RELEASE_S", 0.1), ("HEARTBEAT_S", 0.1), ("HOST_S", 1.0)):
+        monkeypatch.setattr(build_lock, name, seconds)
+    monkeypatch.setattr(build_lock.fcntl, "flock", lambda *_: None)  # as of a file system that keeps it to each host
+    folder, lock = cache.cache_folder(), cache.jit_folder() / "op" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    hosts, entered, end = {"building": "clone boot1"}, threading.Event(), threading.Event()
+    monkeypatch.setattr(build_lock, "host_id", lambda: hosts.get(threading.current_thread().name, "clone boot2"))
+
+    def build() -> None:
+        with build_lock.build_turn(folder):
+            entered.set()
+            end.wait(60)
+
+    building = threading.Thread(target=build, name="building")
+    building.start()
+    assert entered.wait(60)
+    time.sleep(1.5)  # longer than a dead builder's file counts
+    assert f"process {os.getpid()} on " in (build_lock.builder(folder) or "")
+    cache.activate()
+    assert lock.exists(), "its compile runs on another host"
+    said: list[str] = []
+    monkeypatch.setattr(build_lock, "say", lambda text: (said.append(text), end.set()))
+    with build_lock.build_turn(folder):
+        assert not building.is_alive() or (building.join(60), not building.is_alive())[1]
+        assert f"waiting for the other builder (process {os.getpid()} on " in said[0]
+    assert build_lock.builder(folder) is None and not (folder / build_lock.HOST_FILE).exists()
+    cache.activate()
+    assert not lock.exists()
+
+
+def test_the_file_of_a_builder_that_was_killed_on_another_host_counts_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_lock, "HOST_S", 1.0)
+    monkeypatch.setattr(build_lock, "say", lambda _: None)
+    (tmp_path / build_lock.TURN_FILE).touch()
+    (tmp_path / build_lock.HOST_FILE).write_text("node7 boot7\nprocess 17 on node7 since 12:01:02")
+    assert build_lock.builder(tmp_path) == "process 17 on node7 since 12:01:02"
+    start = time.monotonic()
+    with build_lock.build_turn(tmp_path):
+        assert time.monotonic() - start > 0.5
+        assert (tmp_path / build_lock.HOST_FILE).read_text().startswith(f"{build_lock.host_id()}\n")
+    (tmp_path / build_lock.HOST_FILE).write_text(f"{build_lock.host_id()}\nprocess 17, killed here")
+    assert build_lock.builder(tmp_path) is None
+
+
 # ------------------------------------------------------------------------------------------------------- compile and share
 
 
