@@ -27,6 +27,7 @@ from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.run_log import RunLogger, model_config
 from ds_vertical.engine.self_check.evaluation import EvaluationCheck
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
+from ds_vertical.engine.zero3.interface import Optimizer
 from ds_vertical.errors import LoopError
 from ds_vertical.interrupts import Changed
 from ds_vertical.io import host
@@ -262,6 +263,7 @@ class VerticalLoop(TrainLoop):
         self._tracer = tracer
         self._counts: Counts = OwnCounts(0)  # of the step under way, or of the one before
         self._weights: list[float] | None = None  # likewise: of this rank's losses in the mean; None: all the same
+        self.scheduler_steps = 1  # of the learning rate scheduler, for a step that counts
         self._num_evaluations = 0
         self._calls = LearnedCalls()  # in the step under way, or in the one before
         self._calls_of_windows = LearnedCalls()
@@ -334,17 +336,25 @@ class VerticalLoop(TrainLoop):
 
     def _run_schedule(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> list[torch.Tensor]:
         """The step up to and including the units' optimizer steps. Returns the losses."""
-        parts = self._parts
         self._check_ready(len(bodies))
         if self._weights is not None:
             bodies = [replace(body, weight=weight) for body, weight in zip(bodies, self._weights, strict=True)]
+        return self.run_passes(bodies, scale_of(self.shares.mean_over))
+
+    def run_passes(self, bodies: Sequence[Body], scale: LossScale) -> list[torch.Tensor]:
+        """The schedules of a step, over forwards whose weights are known. Returns the losses."""
+        return self.run_pass(bodies, scale, self._parts.optimizer.driver)
+
+    def run_pass(self, bodies: Sequence[Body], scale: LossScale, optimizer: Optimizer) -> list[torch.Tensor]:
+        """One schedule (`training_step`), up to its end. Returns the losses."""
+        parts = self._parts
         swap_buffers.rest_stock_buffers(parts.module.parameters(), parts.optimizer)
         tiers = moved_tiers(parts.vertical, len(bodies))
         refuse_several_calls(bool(tiers) or parts.keeping.is_asked, self._calls.number)
         if parts.activations is not None:
             parts.activations.open_step(tiers)
         cells = parts.keeping.open_step(parts.runner, len(bodies), self._calls.number)
-        schedule = self.ran = self._schedule(len(bodies), tuple(tiers), cells)
+        schedule = self.ran = build_training(self.training_step(len(bodies), tuple(tiers), cells))
         with (
             parts.optimizer.calls.running(),
             WATCH.watching(),
@@ -352,8 +362,7 @@ class VerticalLoop(TrainLoop):
             torch.enable_grad(),
             parts.optimizer.live.schedule_running(),
         ):
-            scale = scale_of(self.shares.mean_over)
-            return parts.runner.train(schedule, bodies, parts.gradients, parts.optimizer.driver, scale)
+            return parts.runner.train(schedule, bodies, parts.gradients, optimizer, scale)
 
     def _check_ready(self, num_micro_batches: int) -> None:
         """Raise, on every rank, where a step cannot begin on one. Otherwise all know what each brings."""
@@ -374,26 +383,25 @@ class VerticalLoop(TrainLoop):
         refuse_unequal(self.shares, parts.vertical.order)
         self._weights = self.shares.weights(items)
 
-    def _schedule(self, num_micro_batches: int, moved: tuple[int, ...], kept: tuple[Cell, ...]) -> Schedule:
-        """The step's events. `moved`: micro-batches whose activations leave the device; `kept`: cells whose kept values do."""
+    def training_step(self, num_micro_batches: int, moved: tuple[int, ...], kept: tuple[Cell, ...]) -> TrainingStep:
+        """What the schedule is made of. `moved`: micro-batches whose activations leave the device; `kept`: cells whose kept
+        values do."""
         parts, vertical, optimizer = self._parts, self._parts.vertical, self._parts.optimizer
-        return build_training(
-            TrainingStep(
-                *(parts.layers.num_layers, num_micro_batches),
-                *(vertical.order, vertical.snake, vertical.prefetch_layers),
-                delayed=optimizer.timing.leaves_steps,
-                due=frozenset(optimizer.driver.backlog.due),
-                early=optimizer.timing.early,
-                ahead=vertical.prefetch_layers > 0,
-                hold=optimizer.holding,
-                moved=moved,
-                calls=self._calls.number,
-                kept=kept,
-                outside=parts.outside_of(self._calls.number),
-                reduces_beside=vertical.overlap and ranks.world_size() > 1,
-                copy_share=vertical.levels.share,
-                standing=parts.standing(),
-            )
+        return TrainingStep(
+            *(parts.layers.num_layers, num_micro_batches),
+            *(vertical.order, vertical.snake, vertical.prefetch_layers),
+            delayed=optimizer.timing.leaves_steps,
+            due=frozenset(optimizer.driver.backlog.due),
+            early=optimizer.timing.early,
+            ahead=vertical.prefetch_layers > 0,
+            hold=optimizer.holding,
+            moved=moved,
+            calls=self._calls.number,
+            kept=kept,
+            outside=parts.outside_of(self._calls.number),
+            reduces_beside=vertical.overlap and ranks.world_size() > 1,
+            copy_share=vertical.levels.share,
+            standing=parts.standing(),
         )
 
     def conclude(self) -> None:
@@ -401,7 +409,7 @@ class VerticalLoop(TrainLoop):
         printing."""
         with self._parts.optimizer.condition.torn_if_interrupted():
             self.count_samples(self._counts.num_sampled(self.shares))
-            compat_engine.conclude_step(self.engine)
+            compat_engine.conclude_step(self.engine, self.scheduler_steps)
             self.engine.micro_steps += self._counts.num_calls - 1
             if self._parts.budget.kept:  # not before the first step has allocated what stays
                 host.keep_freed_memory(self._parts.budget.kept)
