@@ -11,18 +11,22 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 # run as a script, so this folder is first on the path
 import harness
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 from rank_worker import hear, poison
 from torch import nn
 
 VOCAB, WIDTH = 53, 37
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-3, "weight_decay": 0.01}  # an eps beside which no rounding counts
+NUM_DESCENTS = 25
+CURVATURES = (1.0, 3.0, 6.0)
+FAR = 1e6  # an eps beside which no gradient counts: then Adam without momenta is gradient descent at the rate lr / eps
 Batch = dict[str, torch.Tensor]
 
 
@@ -62,6 +66,29 @@ def batches(counts: Sequence[Sequence[int]], rank: int, repeated: bool = False) 
     return steps
 
 
+class Bowl(nn.Module):
+    """A quadratic: each block adds half its curvature times the square of its only parameter."""
+
+    class Side(nn.Module):
+        def __init__(self, curvature: float) -> None:
+            super().__init__()
+            self.curvature, self.place = curvature, nn.Parameter(torch.ones(1))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden + self.curvature / 2 * self.place.square()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(1))
+        self.blocks = nn.ModuleList(Bowl.Side(curvature) for curvature in CURVATURES)
+
+    def forward(self, start: torch.Tensor) -> torch.Tensor:
+        hidden = start + self.offset.square()
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.sum()
+
+
 class TokenLoss:
     """The model's own loss, a mean over its tokens, with the number of these."""
 
@@ -86,6 +113,7 @@ class Job:
     dtype: str = "fp32"
     clip: float = 0.5
     weighted: bool = False
+    rate: float = 0.0
     section: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
 
@@ -125,20 +153,18 @@ def contents(engine: Any, model: nn.Module, rank: int) -> dict[str, torch.Tensor
 
 
 def train(job: Job, folder: Path, rank: int) -> dict[str, Any]:
-    """The steps. What each committed: losses, norms, gradients, learning rates; the weights behind each where `job.section`
-    flushes nothing else."""
+    """The steps. What each committed: losses, norms, gradients, the learning rate of each and that behind it; weights and state
+    at the end."""
     rates: list[float] = []
 
     def between(engine: Any, _: int) -> None:
         rates.append(engine.get_lr()[0])
 
     loss_fn = TokenLoss() if job.weighted else None
-    run = harness.run_arm(
-        job.config(folder), Model, job.batches(rank), vertical=True, between=between, loss_fn=loss_fn
-    )
+    run = harness.run_arm(job.config(folder), Model, job.batches(rank), vertical=True, between=between, loss_fn=loss_fn)
     run.state = own(run.state, run.weights, rank)
     run.grads = [own(grads, run.weights, rank) for grads in run.grads]
-    return vars(run) | {"rates": rates}
+    return vars(run) | {"rates": rates, "taken": [ADAM["lr"] / 10, *rates[:-1]]}
 
 
 def untouched(job: Job, folder: Path, rank: int) -> dict[str, Any]:
@@ -226,7 +252,7 @@ def failing(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     with harness.running(job.config(folder), Model, vertical=True) as (engine, model):
         for number, step in enumerate(steps):
             if number == 2:
-                told = [hear(lambda each=each: engine.train_batch(iter(step), fail_at(each))) for each in (0, 3)]
+                told = [hear(partial(engine.train_batch, iter(step), fail_at(each))) for each in (0, 3)]
             losses.append(engine.train_batch(iter(step)).item())
         return {"told": told, "losses": losses, "contents": contents(engine, model, rank), "lr": engine.get_lr()}
 
@@ -253,7 +279,7 @@ def written(job: Job, folder: Path, rank: int) -> dict[str, Any]:
             engine.train_batch(iter(step))
         before = engine._steps._prediction.is_there
         param = model.get_parameter("head.weight")
-        safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * 1.5)
+        safe_set_local_fp32_param(param, safe_get_local_fp32_param(param) * 1.5)
         return {"before": before, "behind": engine._steps._prediction.is_there}
 
 
@@ -275,9 +301,19 @@ def by_calls(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         return {"told": hear(lambda: [engine(**batch) for batch in ds_vertical.look_ahead(step)])}
 
 
+def descend(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """The losses of gradient descent on `Bowl`, at the rate of `job.rate`."""
+    made = job.config(folder)
+    made["optimizer"]["params"] |= {"lr": job.rate * FAR, "eps": FAR, "betas": [0.0, 0.0], "weight_decay": 0.0}
+    del made["scheduler"]
+    step = [{"start": torch.zeros(1)}] * job.micro_batches
+    with harness.running(made, Bowl, vertical=True) as (engine, _):
+        return {"losses": [engine.train_batch(iter(step)).item() for _ in range(NUM_DESCENTS)]}
+
+
 KINDS = {
     **{"train": train, "untouched": untouched, "resumed": resumed, "evaluated": evaluated, "failing": failing},
-    **{"poisoned": poisoned, "written": written, "told": told, "by calls": by_calls},
+    **{"descend": descend, "poisoned": poisoned, "written": written, "told": told, "by calls": by_calls},
 }
 
 

@@ -67,8 +67,10 @@ class TentativeStep:
     def decide(self, powers: Powers, share: float) -> None:
         """All of the first half's gradients are held: take their norm, and what they are multiplied by. `powers`: after the
         last committed step. `share`: of the micro-batches of the step, those of the first half. Nothing is due where the norm
-        is not finite. Collective."""
-        optimizer, self._due = self._optimizer, None
+        is not finite. Raises OtherRankError. Collective."""
+        optimizer = self._optimizer
+        with optimizer.live.agreed("train_batch"):  # raises where another rank's part of the half has failed
+            self._due = None
         norm = zero_optimizer.tentative_norm(optimizer)
         if norm is None:
             return
