@@ -21,7 +21,7 @@ from ds_vertical.schedule.trace import read_trace
 TOLERANCE = 1e-6  # fp32, relative per tensor
 EVEN = [[4, 4]] * 4
 RATES = (0.1, 0.2, 0.33)
-UNEVEN = [[4, 2], [2, 5], [3, 4], [4, 4]]
+UNEVEN = [[4, 2], [2, 5], [3, 4], [5, 4]]
 pytestmark = pytest.mark.timeout(1000)  # processes of one core each, which other work may share
 Found = list[dict[str, Any]]  # by rank
 
