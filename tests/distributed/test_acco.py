@@ -173,6 +173,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
         {"name": "evaluated", "kind": "evaluated"},
         {"name": "failing", "kind": "failing"},
         {"name": "poisoned", "kind": "poisoned"},
+        {"name": "poisoned late", "kind": "poisoned", "first": 2},
         {"name": "written", "kind": "written"},
         {"name": "checked", "section": {"self_check": True}},
         {"name": "short", "counts": [[4, 4], [2, 2], [2, 2], [4, 4], [3, 3]]},
@@ -254,8 +255,10 @@ def test_all_ranks_hear_of_one_that_fails_in_either_half(two: dict[str, Found]) 
     assert own == ["RuntimeError"] * 2 and other == ["OtherRankError"] * 2
 
 
-def test_gradients_that_are_not_finite_are_skipped_and_nothing_is_predicted_from_them(two: dict[str, Found]) -> None:
-    for rank in two["poisoned"]:
+@pytest.mark.parametrize("name", ["poisoned", "poisoned late"])
+def test_gradients_that_are_not_finite_are_skipped_and_nothing_is_predicted(two: dict[str, Found], name: str) -> None:
+    """In both halves, or in the second one, which finds a prediction from the first."""
+    for rank in two[name]:
         assert rank["skipped"] == 1 and rank["changed"] == [] and not rank["predicts"]
         assert rank["again"] and all(0 < loss < 10 for loss in rank["losses"])
 

@@ -19,7 +19,7 @@ from typing import Any
 import harness
 import torch
 from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
-from rank_worker import hear, poison
+from rank_worker import hear
 from torch import nn
 
 VOCAB, WIDTH = 53, 37
@@ -114,6 +114,7 @@ class Job:
     clip: float = 0.5
     weighted: bool = False
     rate: float = 0.0
+    first: int = 0
     section: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
 
@@ -258,13 +259,18 @@ def failing(job: Job, folder: Path, rank: int) -> dict[str, Any]:
 
 
 def poisoned(job: Job, folder: Path, rank: int) -> dict[str, Any]:
-    """Behind two steps one whose gradients are not finite on rank 1, then the same steps without: what counts."""
-    steps = job.batches(rank)
+    """Behind two steps one whose gradients are not finite on rank 1, from micro-batch `job.first` on, then the same step as it
+    should be: what counts."""
+    steps, calls = job.batches(rank), iter(range(job.first))
+
+    def poison(loss: torch.Tensor, _: Batch) -> torch.Tensor:
+        return loss * float("inf") if rank == 1 and next(calls, None) is None else loss
+
     with harness.running(job.config(folder), Model, vertical=True) as (engine, model):
         for step in steps[:2]:
             engine.train_batch(iter(step))
         before = contents(engine, model, rank)
-        engine.train_batch(iter(steps[2]), poison(rank))
+        engine.train_batch(iter(steps[2]), poison)
         found = {"skipped": engine.skipped_steps, "changed": harness.differing(before, contents(engine, model, rank))}
         found["predicts"] = engine._steps._prediction.is_there
         losses = [engine.train_batch(iter(step)).item() for step in steps[2:]]
