@@ -2,11 +2,11 @@
 
     python benchmarks/acco_loss.py [--steps 300] [--seeds 0,1,2] [--arms exact,acco,dpu] [--model gpt_13m]
 
-Each arm trains on four ranks of this machine, with the same text, micro-batches and seeds, so that all arms have summed as many
-gradients at each step. The figure of an arm is its held-out loss at the end over that of "exact", by seed. "dpu" is ZeRO-Offload's
-delayed update, as `delayed_steps.py` has it: each step is taken with the gradients of the weights before the last step. Writes
-benchmarks/acco/MODEL_STEPS.json with the held-out losses as soon as a run has ended. The same command goes on with the runs that
-are missing there. Other work on the machine changes nothing but the time.
+Each arm trains on four ranks of this machine, with the same text, micro-batches and seeds. So all arms have summed as many
+gradients at each step. The figure of an arm is its held-out loss at the end over that of "exact", by seed. "dpu" is the delayed
+update of ZeRO-Offload, as `delayed_steps.py` has it: each step is taken with the gradients of the weights before the last step.
+Writes benchmarks/acco/MODEL_STEPS.json with the held-out losses as soon as a run has ended. The same command goes on with the
+runs that are missing there. Other work on the machine changes nothing but the time.
 """
 
 from __future__ import annotations

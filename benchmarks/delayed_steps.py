@@ -46,7 +46,8 @@ class _Whole(SecondHalf):
 class DelayedLoop(HalvesLoop):
     """See the module."""
 
-    def run_passes(self, bodies: Sequence[Body], scale: LossScale) -> list[torch.Tensor]:
+    def run_passes(self, bodies: Sequence[Body], scale: LossScale) -> list[torch.Tensor]:  # override
+        """One schedule. Returns the losses."""
         parts, weights = self._parts, self._weights_of
         self._before = parts.optimizer.driver.num_decided
         units = frozenset(parts.outside_of(self._calls.number).around(range(parts.layers.num_layers)))
@@ -54,7 +55,7 @@ class DelayedLoop(HalvesLoop):
         whole = _Whole(parts.optimizer.driver, weights.tentative, parts.optimizer.gradients)
         return self._run_half(bodies, scale, whole, stale, units if stale else frozenset())
 
-    def conclude(self) -> None:
+    def conclude(self) -> None:  # override
         """The step is due, and not taken: the weights are those with which the next step computes."""
         prediction, params = self._weights_of.prediction, self._parts.optimizer.fp16_groups
         with torch.no_grad():
