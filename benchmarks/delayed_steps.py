@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,11 +46,12 @@ class _Whole(SecondHalf):
 class DelayedLoop(HalvesLoop):
     """See the module."""
 
-    def run_passes(self, bodies: Sequence[Body], scale: LossScale) -> list[torch.Tensor]:  # override
+    def run_schedules(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> list[torch.Tensor]:  # override
         """One schedule. Returns the losses."""
-        parts, weights = self._parts, self._weights_of
+        bodies = self.check_ready(bodies)
+        scale, parts, weights = scale_of(self.shares.mean_over), self._parts, self._weights_of
         self._before = parts.optimizer.driver.num_decided
-        units = frozenset(parts.outside_of(self._calls.number).around(range(parts.layers.num_layers)))
+        units = frozenset(parts.layers.outside.around(range(parts.layers.num_layers)))
         stale = all(ranks.all_gathered(weights.prediction.is_there))
         whole = _Whole(parts.optimizer.driver, weights.tentative, parts.optimizer.gradients)
         return self._run_half(bodies, scale, whole, stale, units if stale else frozenset())

@@ -45,14 +45,15 @@ def model_of(engine: DeepSpeedEngine) -> torch.nn.Module:
 class _Repeated:
     """A learning rate scheduler that takes several steps, or none, for each one that is asked for."""
 
-    def __init__(self, scheduler: Any, times: int) -> None:
-        self._scheduler, self._times = scheduler, times
+    def __init__(self, scheduler: object, times: int) -> None:
+        self._scheduler: Any = scheduler
+        self._times = times
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         for _ in range(self._times):
             self._scheduler.step(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._scheduler, name)
 
 

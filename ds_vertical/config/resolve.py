@@ -60,13 +60,14 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> RunSett
     return RunSettings(**values, reasons=MappingProxyType(reasons))
 
 
-def _settle_halves(values: dict[str, Any], reasons: dict[str, str]) -> None:
+def _settle_halves(values: dict[str, object], reasons: dict[str, str]) -> None:
     """With two halves a step all of the optimizer step is left to the next half, and the choice behind the first step of what
     forwards keep, which knows steps of one pass only, is off."""
     values["optimizer_delay"], values["optimizer_speculation"] = 1.0, False
     reasons["optimizer_delay"] = reasons["optimizer_speculation"] = "acco: the next half takes the steps"
-    if values["activations"].keep is None:
-        values["activations"] = replace(values["activations"], keep="none")
+    activations = values["activations"]
+    if isinstance(activations, ActivationSettings) and activations.keep is None:
+        values["activations"] = replace(activations, keep="none")
         reasons["activations"] += "; acco: a null keep is none"
 
 

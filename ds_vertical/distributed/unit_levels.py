@@ -101,7 +101,8 @@ class _Copy:
 
 class UnitLevels:
     """Gathers units, and keeps this rank's parts of the node's copies. `topology`: of the ranks. `tracer`: takes all hops,
-    those of reductions, too. `shard_of`: this rank's shard of a parameter, of the values that the copies have."""
+    those of reductions, too. `shard_of`: this rank's shard of a parameter, of the values that the copies have. `sends`:
+    whether a copy that is made again has a parameter; one that is full stays on the device."""
 
     def __init__(self, settings: LevelSettings, tracer: Tracer, shard_of: ShardOf = zero_params.shard) -> None:
         self.topology, self._collectives = _open(settings)
@@ -110,6 +111,7 @@ class UnitLevels:
             load.block_quantizer()  # compiled here, and not on a hop's thread in mid-step
         self._settings = settings
         self._shard_of = shard_of
+        self.sends: Callable[[ZeroParam], bool] = zero_params.is_partitioned
         self._copies: dict[Unit, _Copy] = {}
 
     @property
@@ -172,10 +174,6 @@ class UnitLevels:
             self._collectives.gather(part).wait()
 
     # ---- copies that stand from one step to the next
-
-    def sends(self, param: ZeroParam) -> bool:
-        """Whether a copy that is made again has the parameter: the unit is not fetched, and this one stays on the device."""
-        return zero_params.is_partitioned(param)
 
     def renew(self, unit: Unit, params: Sequence[ZeroParam], shard_of: ShardOf, version: int) -> list[Issued[torch.Tensor]]:
         """Start to make the copy of a unit that is not fetched; returns what is under way. `shard_of`: this rank's shard of a

@@ -55,16 +55,15 @@ class VerticalEngine(CallableEngine):
         elastic: ElasticCounts | None = None,
         **kwargs: Any,
     ) -> None:
-        self.vertical, self.layers, self.host_bytes = vertical, layers, budget.needed
+        self.vertical, self.layers, self.host_bytes, self._steps = vertical, layers, budget.needed, steps_of(vertical)
         self.tracer = open_tracer(vertical.trace)
         super().__init__(*args, **kwargs)
         progress = Progress(self, vertical.progress, folder)
         self.tracer = progress.metered(self.tracer)
         if elastic is not None:
             self.tracer = elastic.metered(self.tracer)
-        self._steps = steps_of(vertical)
-        given = self.module, self.optimizer, vertical, layers, self.tracer, engine.aio_config(self)
-        assembly = Assembly(*given, self._steps)
+        aio = engine.aio_config(self)
+        assembly = Assembly(self.module, self.optimizer, vertical, layers, self.tracer, aio, self._steps)
         assembly.give_memory_back()
         self._params = assembly.open_params()  # one by one: `destroy` closes those that there are, where the next one fails
         assembly.start_pipeline(self._params)

@@ -328,22 +328,16 @@ class VerticalLoop(TrainLoop):
             if not self.is_recorded or self._parts.vertical.self_check:  # `ab` compares the losses itself
                 self._check.run(seeded_bodies, scale_of)
             with self._tracer.step():
-                run = partial(self._run_schedule, seeded_bodies, scale_of)
+                run = partial(self.run_schedules, seeded_bodies, scale_of)
                 losses = until_known(run, partial(self._check.run_again, seeded_bodies, scale_of), _log, calls)
                 self.conclude()
             self._parts.keeping.close_step(self._parts.runner, self._calls.number)
         return losses
 
-    def _run_schedule(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> list[torch.Tensor]:
+    def run_schedules(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> list[torch.Tensor]:
         """The step up to and including the units' optimizer steps. Returns the losses."""
-        self._check_ready(len(bodies))
-        if self._weights is not None:
-            bodies = [replace(body, weight=weight) for body, weight in zip(bodies, self._weights, strict=True)]
-        return self.run_passes(bodies, scale_of(self.shares.mean_over))
-
-    def run_passes(self, bodies: Sequence[Body], scale: LossScale) -> list[torch.Tensor]:
-        """The schedules of a step, over forwards whose weights are known. Returns the losses."""
-        return self.run_pass(bodies, scale, self._parts.optimizer.driver)
+        bodies = self.check_ready(bodies)
+        return self.run_pass(bodies, scale_of(self.shares.mean_over), self._parts.optimizer.driver)
 
     def run_pass(self, bodies: Sequence[Body], scale: LossScale, optimizer: Optimizer) -> list[torch.Tensor]:
         """One schedule (`training_step`), up to its end. Returns the losses."""
@@ -364,8 +358,9 @@ class VerticalLoop(TrainLoop):
         ):
             return parts.runner.train(schedule, bodies, parts.gradients, optimizer, scale)
 
-    def _check_ready(self, num_micro_batches: int) -> None:
-        """Raise, on every rank, where a step cannot begin on one. Otherwise all know what each brings."""
+    def check_ready(self, bodies: Sequence[Body]) -> Sequence[Body]:
+        """Raise, on every rank, where a step cannot begin on one. Otherwise all know what each brings. Returns the forwards
+        with what they weigh."""
         parts, items_of, step = self._parts, self._counts.items, self.engine.global_steps + 1
         items: list[int] | None = None
         with parts.optimizer.live.agreed("train_batch", num_said=NUMBERS) as said:
@@ -376,12 +371,13 @@ class VerticalLoop(TrainLoop):
             items = None if items_of is None else items_of()
             num_items = None if items is None else sum(items)
             nanoseconds = 0 if self.elastic is None else self.elastic.nanoseconds(step)
-            said.own[:] = Brought(num_micro_batches, num_items, self.num_tokens, nanoseconds).numbers()
+            said.own[:] = Brought(len(bodies), num_items, self.num_tokens, nanoseconds).numbers()
         self.shares = StepShares.of(said.of_all)
         if self.elastic is not None:
             self.elastic.note(step, self.shares)
         refuse_unequal(self.shares, parts.vertical.order)
-        self._weights = self.shares.weights(items)
+        self._weights = weights = self.shares.weights(items)
+        return bodies if weights is None else [replace(each, weight=w) for each, w in zip(bodies, weights, strict=True)]
 
     def training_step(self, num_micro_batches: int, moved: tuple[int, ...], kept: tuple[Cell, ...]) -> TrainingStep:
         """What the schedule is made of. `moved`: micro-batches whose activations leave the device; `kept`: cells whose kept
@@ -442,7 +438,9 @@ class VerticalLoop(TrainLoop):
 
     def evaluate_bodies(self, bodies: Sequence[Body]) -> list[Any]:
         """Run forwards without training, each with a seed of its own; returns what each returned."""
-        seeds = self._evaluation_seeds(len(bodies))
+        in_turn = len(bodies) == 1 or self._parts.vertical.order == "horizontal"
+        self._num_evaluations += not in_turn
+        seeds = [None] * len(bodies) if in_turn else _evaluation_seeds(len(bodies), self._num_evaluations)
         seeded_bodies = [replace(body, seed=seed) for body, seed in zip(bodies, seeds, strict=True)]
         return self._results(seeded_bodies, self._calls_without_training)
 
@@ -485,14 +483,12 @@ class VerticalLoop(TrainLoop):
         self._evaluations.run(bodies, learned)
         return until_known(partial(run, bodies), check, calls=calls)
 
-    def _evaluation_seeds(self, num_micro_batches: int) -> Sequence[int | None]:
-        """Forwards that take turns cannot share the caller's random stream: each has its own, another one in each evaluation.
-        What the caller draws afterwards is what it would have drawn."""
-        if num_micro_batches == 1 or self._parts.vertical.order == "horizontal":
-            return [None] * num_micro_batches
-        self._num_evaluations += 1
-        base, rank = torch.initial_seed(), ranks.rank()
-        return [micro.stream_seed(base, -self._num_evaluations, index, rank) for index in range(num_micro_batches)]
+
+def _evaluation_seeds(num_micro_batches: int, number: int) -> Sequence[int | None]:
+    """Forwards that take turns cannot share the caller's random stream: each has its own, another one in each evaluation.
+    What the caller draws afterwards is what it would have drawn. `number`: of such evaluations, this one included."""
+    base, rank = torch.initial_seed(), ranks.rank()
+    return [micro.stream_seed(base, -number, index, rank) for index in range(num_micro_batches)]
 
 
 def _log(line: str) -> None:

@@ -12,19 +12,24 @@ import torch
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed.levels import Issued
 from ds_vertical.distributed.unit_levels import ShardOf, UnitLevels
-from ds_vertical.engine.acco.prediction import Prediction
+from ds_vertical.engine.acco.prediction import PredictedShards
 from ds_vertical.schedule.levels import Arrival
 from ds_vertical.schedule.trace import Tracer
 from ds_vertical.types import LevelSettings, Unit
+
+
+def _every(_: ZeroParam) -> bool:
+    return True
 
 
 class TwoValues(UnitLevels):
     """The committed values are this object's own copies, the predicted ones those of a second one. `reads_predicted`: units
     come from the predicted copies, and the committed ones are made; else it is the other way round."""
 
-    def __init__(self, settings: LevelSettings, tracer: Tracer, prediction: Prediction) -> None:
+    def __init__(self, settings: LevelSettings, tracer: Tracer, prediction: PredictedShards) -> None:
         super().__init__(settings, tracer)
         self.reads_predicted = False
+        self.sends = _every  # also where the unit is fetched with the other value
         self._prediction = prediction
         self._predicted = UnitLevels(settings, tracer, prediction.shard)
 
@@ -42,10 +47,6 @@ class TwoValues(UnitLevels):
     ) -> tuple[list[ZeroParam], Callable[[], None]]:
         """See `UnitLevels`."""
         return (self._predicted.start if self.reads_predicted else super().start)(unit, params, arrival, version)
-
-    def sends(self, param: ZeroParam) -> bool:
-        """Every parameter, also where the unit is fetched with the other value."""
-        return True
 
     def renew(self, unit: Unit, params: Sequence[ZeroParam], shard_of: ShardOf, version: int) -> list[Issued[torch.Tensor]]:
         """See `UnitLevels`; of the value that is not read."""

@@ -8,9 +8,9 @@ scheduler for each `gradient_accumulation_steps` of each rank, or `elastic.total
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import torch
 
@@ -18,9 +18,10 @@ from ds_vertical.distributed import ranks
 from ds_vertical.distributed.step_shares import Counts
 from ds_vertical.engine.acco.copies import TwoValues
 from ds_vertical.engine.acco.halves import FirstHalf, SecondHalf
-from ds_vertical.engine.acco.prediction import Prediction
+from ds_vertical.engine.acco.prediction import PredictedShards
 from ds_vertical.engine.acco.tentative import TentativeStep
 from ds_vertical.engine.assembly import StepParts
+from ds_vertical.engine.checkpoint.run_state import LooseEnds
 from ds_vertical.engine.handlers import LossScale
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
@@ -42,7 +43,7 @@ class TwoWeights:
     """What a run with two halves a step has besides. `copies`: of the weights, in both values."""
 
     copies: TwoValues
-    prediction: Prediction
+    prediction: PredictedShards
     tentative: TentativeStep
 
 
@@ -70,13 +71,14 @@ class HalvesLoop(VerticalLoop):
             " one set of weights only; remove acco, or call engine.train_batch(data_iter)"
         )
 
-    def run_passes(self, bodies: Sequence[Body], scale: LossScale) -> list[torch.Tensor]:  # override
+    def run_schedules(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> list[torch.Tensor]:  # override
         """Both halves. Returns the losses of both."""
+        bodies = self.check_ready(bodies)
         self._refuse_single()
-        parts, weights, count = self._parts, self._weights_of, len(bodies) // 2
+        scale, parts, weights, count = scale_of(self.shares.mean_over), self._parts, self._weights_of, len(bodies) // 2
         self._before = parts.optimizer.driver.num_decided
         self._first.share = self._share_of_first(count)
-        units = frozenset(parts.outside_of(self._calls.number).around(range(parts.layers.num_layers)))
+        units = frozenset(parts.layers.outside.around(range(parts.layers.num_layers)))
         is_predicted = all(ranks.all_gathered(weights.prediction.is_there))
         if not is_predicted:  # then this half computes with what the last step has made
             with parts.optimizer.live.agreed("train_batch"):
@@ -122,11 +124,11 @@ class HalvesLoop(VerticalLoop):
 
     # ---- checkpoints
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> LooseEnds:
         """What a checkpoint has of it, of types that `torch.load(weights_only=True)` takes."""
         return {"num_left": self.num_left, "predicted": self._weights_of.prediction.saved(self.module.named_parameters())}
 
-    def load(self, found: Mapping[str, Any] | None) -> None:
+    def load(self, found: LooseEnds | None) -> None:
         """Put back what `state` gave; None: of a run, or a load, without it."""
         found = found or {}
         self.num_left = int(found.get("num_left", 0))

@@ -15,7 +15,7 @@ from ds_vertical.compat import zero_params
 from ds_vertical.compat.zero_params import ZeroParam
 
 
-class Prediction:
+class PredictedShards:
     """The predicted shards of the parameters that the optimizer steps; of any other one the shard itself. `is_there`: the next
     step's first half computes with them; else with the committed weights."""
 

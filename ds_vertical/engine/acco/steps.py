@@ -8,7 +8,7 @@ from typing import Any
 from ds_vertical.distributed.unit_levels import UnitLevels
 from ds_vertical.engine.acco.copies import TwoValues
 from ds_vertical.engine.acco.loop import HalvesLoop, TwoWeights
-from ds_vertical.engine.acco.prediction import Prediction
+from ds_vertical.engine.acco.prediction import PredictedShards
 from ds_vertical.engine.acco.tentative import TentativeStep
 from ds_vertical.engine.assembly import StepParts
 from ds_vertical.engine.checkpoint.run_state import FurtherState
@@ -49,7 +49,7 @@ class HalfSteps(WholeSteps):
 
     def __init__(self, vertical: RunSettings) -> None:
         super().__init__(vertical)
-        self._prediction = Prediction()
+        self._prediction = PredictedShards()
         self._copies: TwoValues | None = None
         self._tentative: TentativeStep | None = None
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_vertical.compat import accelerator, zero_optimizer
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.acco.prediction import Prediction
+from ds_vertical.engine.acco.prediction import PredictedShards
 from ds_vertical.engine.zero3.chunks import ChunkedStage3
 from ds_vertical.engine.zero3.step_driver import settings_of_step
 from ds_vertical.errors import ConfigError
@@ -39,7 +39,7 @@ class TentativeStep:
         chunks: Sequence[Chunk],
         pipeline: StepPipeline,
         kernel: CpuAdam,
-        prediction: Prediction,
+        prediction: PredictedShards,
     ) -> None:
         refuse_state_on_ssd(chunks)
         self.gradients = HeldGradients(chunks, GradientFile(Path(), (), _no_queue), True, accelerator.device_name() != "cpu")

@@ -26,11 +26,11 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 class FurtherState(Protocol):
     """What some runs have besides; see `TrainedEngine.further_state`."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> LooseEnds:
         """Of types that `torch.load(weights_only=True)` takes."""
         ...
 
-    def load(self, found: Mapping[str, Any] | None) -> None:
+    def load(self, found: LooseEnds | None) -> None:
         """Put back what `state` gave; None: the checkpoint has nothing, or it is not wanted."""
         ...
 
@@ -150,7 +150,7 @@ def loose_ends(engine: TrainedEngine) -> LooseEnds:
     return ends | {name: each.state() for name, each in engine.further_state.items()}
 
 
-def set_further_state(engine: TrainedEngine, found: Mapping[str, Any] | None) -> None:
+def set_further_state(engine: TrainedEngine, found: LooseEnds | None) -> None:
     """What some runs have besides. `found`: the loose ends; None: it is not wanted."""
     for name, each in engine.further_state.items():
         each.load((found or {}).get(name))
