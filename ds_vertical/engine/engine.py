@@ -62,8 +62,7 @@ class VerticalEngine(CallableEngine):
         self.tracer = progress.metered(self.tracer)
         if elastic is not None:
             self.tracer = elastic.metered(self.tracer)
-        aio = engine.aio_config(self)
-        assembly = Assembly(self.module, self.optimizer, vertical, layers, self.tracer, aio, self._steps)
+        assembly = Assembly(self.module, self.optimizer, vertical, layers, self.tracer, engine.aio_config(self), self._steps)
         assembly.give_memory_back()
         self._params = assembly.open_params()  # one by one: `destroy` closes those that there are, where the next one fails
         assembly.start_pipeline(self._params)
