@@ -68,6 +68,24 @@ def _elastic(vertical: Config) -> Config:
     return {**vertical, "vertical_schedule": {**vertical["vertical_schedule"], "elastic": {}}}
 
 
+def _in_memory(config: Config) -> Config:
+    """An arm with parameters and optimizer state in host memory."""
+    zero = {key: dict(value) if isinstance(value, dict) else value for key, value in config["zero_optimization"].items()}
+    zero |= {name: {"device": "cpu", "pin_memory": False} for name in ("offload_param", "offload_optimizer")}
+    return {**config, "zero_optimization": zero}
+
+
+def _in_halves(vertical: Config, copies: str) -> Config:
+    """The vertical arm with two halves a step, all in host memory. `copies`: of the weights, each rank's or each node's."""
+    made = _in_memory(vertical)
+    return {**made, "vertical_schedule": {**made["vertical_schedule"], "acco": {"copies": copies}}}
+
+
+def _zero_1(stock: Config) -> Config:
+    """The stock arm as ZeRO-1: whole weights on each rank, a share of the optimizer in host memory."""
+    return {**stock, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": False}}}
+
+
 def _over_levels(config: Config, ranks_per_node: int, **zero: bool) -> Config:
     """An arm with a copy of the weights on each host. `zero`: further keys of `zero_optimization`."""
     return {**config, "zero_optimization": {**config["zero_optimization"], "zero_hpz_partition_size": ranks_per_node, **zero}}
@@ -84,6 +102,10 @@ ARMS: Final[dict[str, Callable[[Config, Config, int], Config]]] = {
     "levels": lambda vertical, stock, ranks: _over_levels(vertical, ranks),
     "int8": lambda vertical, stock, ranks: _over_levels(vertical, ranks, **_INT8),
     "int8_int4": lambda vertical, stock, ranks: _over_levels(vertical, ranks, **_INT8_INT4),
+    "exact": lambda vertical, stock, ranks: _in_memory(vertical),  # beside "acco"
+    "acco": lambda vertical, stock, ranks: _in_halves(vertical, "rank"),
+    "acco_node": lambda vertical, stock, ranks: _over_levels(_in_halves(vertical, "node"), ranks),
+    "stock_zero1": lambda vertical, stock, ranks: _zero_1(stock),
     "stock": lambda vertical, stock, ranks: _stock_on_cpu(stock),
     "stock_hpz": lambda vertical, stock, ranks: _over_levels(_stock_on_cpu(stock), ranks),
     "stock_nvme": lambda vertical, stock, ranks: stock,

@@ -28,6 +28,7 @@ NORM_COPIED: Final = 1 << 22  # elements of a gradient in host memory up to whic
 Unit = int | Literal["pre", "suf"]
 Order = Literal["vertical", "horizontal"]
 OutsideLayers = Literal["resident", "fetched"]  # parameters outside the layers: there from end to end, or where they are used
+Copies = Literal["rank", "node"]  # who keeps whole copies of the weights in steps of two halves
 ActivationPolicy = Literal["none", "free", "products", "everything"]  # what a layer's forward keeps for its backward
 HOLDING: Final = ("products", "everything")  # the policies with which bytes of it rest in a tier meanwhile
 BELOW: Final[Mapping[ActivationPolicy, ActivationPolicy]] = (
@@ -258,6 +259,13 @@ class ElasticSettings:
 
 
 @dataclass(frozen=True)
+class AccoSettings:
+    """Steps of two halves. `copies`: who keeps the two copies of the weights, each rank whole ones or a node together."""
+
+    copies: Copies = "rank"
+
+
+@dataclass(frozen=True)
 class SignalSettings:
     """The checkpoint that is saved when a signal asks the run to end: its folder, its tag (None: `global_step<n>`)."""
 
@@ -291,6 +299,7 @@ class RunSettings:
     activations: ActivationSettings
     levels: LevelSettings
     elastic: ElasticSettings | None
+    acco: AccoSettings | None
     seed_micro_batches: bool
     seed: int | None
     trace: str | None

@@ -85,7 +85,7 @@ def _train(options: argparse.Namespace) -> None:
         loss = engine.train_batch(batches)
         found: dict[str, Any] = {"step_s": time.perf_counter() - start, "loss": float(loss)}
         if (ran := getattr(engine, "ran", None)) is not None:
-            found["micro_batches"] = ran.num_micro_batches
+            found["micro_batches"] = ran.num_micro_batches * (1 if engine.vertical.acco is None else 2)  # of one of two halves
         found["scheduled"] = traffic.scheduled_bytes(engine) if hasattr(engine, "ran") else traffic.stock_bytes(engine)
         _say(done_path(options.turns, number, rank), found)
     engine.destroy()

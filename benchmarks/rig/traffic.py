@@ -14,20 +14,28 @@ _WEIGHT_BITS: Final = 8
 def scheduled_bytes(engine: Any) -> dict[str, int]:
     """Bytes of the last step of a vertical engine, with the padding of shards: `gathered` counts the full parameters that it
     gathered over all ranks, `reduced` the full gradients that it reduced over all ranks; `spread` and `crossed` count those
-    that it sent between nodes instead, quantised or not."""
+    that it sent between nodes instead, quantised or not. A step of two halves has sent what its last one has sent, twice."""
+    found = _scheduled(engine)
+    return {name: count * (1 if engine.vertical.acco is None else 2) for name, count in found.items()}
+
+
+def _scheduled(engine: Any) -> dict[str, int]:
     found: dict[str, int] = {"gathered": 0, "reduced": 0, "spread": 0, "crossed": 0}
     one_level, levels = engine.ran.copied is None, engine.vertical.levels
+    over_nodes = levels.ranks_per_node > 1  # else copies are of single ranks
     for event in engine.ran.events:
         params = engine.layers.units.get(event.layer, ())
         trained = [param for param in params if param.requires_grad]
         if event.op.name == "FETCH" and one_level and not event.ahead:  # one ahead is read, not gathered yet
             found["gathered"] += sum(_full_bytes([param], param.element_size()) for param in params)
-        elif event.op.name == "REDUCE" and one_level:
+        elif event.op.name == "REDUCE" and not over_nodes:
             found["reduced"] += _full_bytes(trained, _FP32_BYTES)
+        elif event.op.name == "SPREAD" and not over_nodes:
+            found["gathered"] += sum(_full_bytes([param], param.element_size()) for param in params)
         elif event.op.name == "SPREAD":
             bits = _WEIGHT_BITS if levels.quantized_weights else None
             found["spread"] += sum(_sent_bytes([param], param.element_size(), bits, levels.block) for param in params)
-        elif event.op.name == "CROSS":
+        elif event.op.name == "CROSS" and over_nodes:
             bits = levels.gradient_bits[1] if levels.quantized_gradients else None
             found["crossed"] += _sent_bytes(trained, _FP32_BYTES, bits, levels.block)
     return found
@@ -54,7 +62,12 @@ def _sent_bytes(params: Sequence[Any], element_bytes: int, bits: int | None, blo
 def stock_bytes(engine: Any) -> dict[str, int]:
     """As `scheduled_bytes`, of a stock engine: each micro-batch gathers twice what does not stay on the device, and reduces all
     gradients in the dtype in which stock communicates them. With hpZ a step gathers it once over all ranks: the node's copy
-    then holds until the optimizer's step."""
+    then holds until the optimizer's step. With ZeRO-1 a step gathers and reduces once."""
+    if engine.zero_optimization_stage() == 1:
+        params = list(engine.module.parameters())
+        reduced = sum(param.numel() for param in params if param.requires_grad) * engine.communication_data_type.itemsize
+        gathered = sum(param.numel() * param.element_size() for param in params)
+        return {"gathered": gathered, "reduced": reduced, "spread": 0, "crossed": 0}
     sizes = [(param, param.ds_tensor.ds_numel * engine.world_size) for param in engine.module.parameters()]
     gathered = sum(numel * param.element_size() for param, numel in sizes if not param.ds_persist)
     reduced = sum(numel * engine.communication_data_type.itemsize for param, numel in sizes if param.requires_grad)

@@ -42,12 +42,30 @@ def model_of(engine: DeepSpeedEngine) -> torch.nn.Module:
     return module
 
 
-def conclude_step(engine: DeepSpeedEngine) -> None:
+class _Repeated:
+    """A learning rate scheduler that takes several steps, or none, for each one that is asked for."""
+
+    def __init__(self, scheduler: object, times: int) -> None:
+        self._scheduler: Any = scheduler
+        self._times = times
+
+    def step(self, *args: object, **kwargs: object) -> None:
+        for _ in range(self._times):
+            self._scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._scheduler, name)
+
+
+def conclude_step(engine: DeepSpeedEngine, scheduler_steps: int = 1) -> None:
     """Do what DeepSpeed's own `step` does at the boundary of gradient accumulation: optimizer, scheduler, counters, monitor,
-    printing. `engine` itself may override `step`."""
+    printing. `engine` itself may override `step`. `scheduler_steps`: of the learning rate scheduler, where the step counts."""
+    scheduler: Any = engine.lr_scheduler
+    repeated = scheduler if scheduler is None or scheduler_steps == 1 else _Repeated(scheduler, scheduler_steps)
     engine.set_gradient_accumulation_boundary(True)
     try:
-        DeepSpeedEngine.step(engine)
+        with Changed(lambda: setattr(engine, "lr_scheduler", scheduler), lambda: setattr(engine, "lr_scheduler", repeated)):
+            DeepSpeedEngine.step(engine)
     finally:
         forget_boundary(engine)
 

@@ -45,6 +45,13 @@ def open_step(optimizer: DeepSpeedZeroOptimizer_Stage3) -> torch.Tensor | None:
     return norm
 
 
+def tentative_norm(optimizer: DeepSpeedZeroOptimizer_Stage3) -> torch.Tensor | None:
+    """The norm of the gradients noted so far, times the loss scale; None where it is not finite. Nothing of the optimizer
+    changes: `open_step` decides. Collective."""
+    norm = combine_grad_norm_groups(optimizer._get_norm_groups())
+    return None if is_invalid_grad_norm(norm) else norm
+
+
 def close_step(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
     """The end of stock's `_post_step` that does not need the new parameters."""
     optimizer.reset_cpu_buffers()

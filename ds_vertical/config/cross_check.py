@@ -10,8 +10,10 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple, SupportsFloat, cast
 
+from ds_vertical.config.acco import acco_faults
 from ds_vertical.config.levels import levels_faults, move_levels, stock_levels_faults
 from ds_vertical.config.section import SECTION, VerticalConfig, load_section, show
 from ds_vertical.errors import ConfigError
@@ -187,12 +189,12 @@ def _activation_faults(config: Mapping[str, object], section: VerticalConfig) ->
 
 
 def _level_faults(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
-    """Of the section's levels, whether its keys still stand in `zero_optimization` or not."""
+    """Of the section's levels and of its `acco`, whether the keys of levels still stand in `zero_optimization` or not."""
     try:
         moved = load_section(move_levels({**config, SECTION: section.model_dump(exclude_unset=True)}))
-        return [] if moved is None else levels_faults(moved.levels)
     except ConfigError as error:
         return str(error).splitlines()
+    return [] if moved is None else [*levels_faults(moved.levels), *acco_faults(partial(value_at, config), moved)]
 
 
 def _path_faults(config: Mapping[str, object], section: VerticalConfig) -> list[str]:

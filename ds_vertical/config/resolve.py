@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from ds_vertical.config.section import SECTION, VerticalConfig, show
-from ds_vertical.types import ActivationSettings, ElasticSettings, LevelSettings, RunSettings, SignalSettings
+from ds_vertical.types import AccoSettings, ActivationSettings, ElasticSettings, LevelSettings, RunSettings, SignalSettings
 
 # --- null means "choose for me" ------------------------------------------------------------------------------------
 
@@ -20,6 +20,7 @@ _LATER: Mapping[str, str] = {
     "host_memory_bytes": "what the machine has at start",
     "nvme_paths": "nvme_path alone",
     "elastic": "all ranks bring as many micro-batches",
+    "acco": "exact steps",
     "progress": "where rank 0's stderr is a terminal",
     "self_check": "at the start of a run, and after a resume with another model",
     "on_signal": "no checkpoint, the run ends at once",
@@ -31,6 +32,7 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> RunSett
 
     prefetch_layers: 1 with overlap, 0 without; gradient_host_share: 1 (less at initialize where memory is short);
     activations.device and keep_device: "device"; keep: none until it is chosen behind the first step;
+    with acco: optimizer_delay 1, no speculation, keep none;
     seed: `initial_seed`, torch.initial_seed() at initialize;
     others: see `_LATER`.
     """
@@ -51,8 +53,22 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> RunSett
     values["activations"] = ActivationSettings(**dict(section.activations))
     values["levels"] = LevelSettings(**dict(section.levels))
     values["elastic"] = None if section.elastic is None else ElasticSettings(**dict(section.elastic))
+    if section.acco is not None:
+        values["acco"] = AccoSettings(section.acco.copies)
+        _settle_halves(values, reasons)
     values["on_signal"] = None if signal is None else SignalSettings(**dict(signal))
     return RunSettings(**values, reasons=MappingProxyType(reasons))
+
+
+def _settle_halves(values: dict[str, object], reasons: dict[str, str]) -> None:
+    """With two halves a step all of the optimizer step is left to the next half, and the choice behind the first step of what
+    forwards keep, which knows steps of one pass only, is off."""
+    values["optimizer_delay"], values["optimizer_speculation"] = 1.0, False
+    reasons["optimizer_delay"] = reasons["optimizer_speculation"] = "acco: the next half takes the steps"
+    activations = values["activations"]
+    if isinstance(activations, ActivationSettings) and activations.keep is None:
+        values["activations"] = replace(activations, keep="none")
+        reasons["activations"] += "; acco: a null keep is none"
 
 
 def explain(section: VerticalConfig | RunSettings, initial_seed: int | None = None) -> list[str]:

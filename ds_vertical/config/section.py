@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictStr, S
 from pydantic_core import ErrorDetails
 
 from ds_vertical.errors import ConfigError
-from ds_vertical.types import HOLDING, ActivationPolicy, Order, OutsideLayers, Tier
+from ds_vertical.types import HOLDING, ActivationPolicy, Copies, Order, OutsideLayers, Tier
 
 SECTION = "vertical_schedule"
 SECOND_PLACE = f"zero_optimization.{SECTION}"  # where DeepSpeed without ds_vertical refuses the section instead of ignoring it
@@ -103,6 +103,15 @@ class Elastic(BaseModel):
     """The log of a run, whose counts are taken again. Null: by the measured seconds of a micro-batch."""
 
 
+class Acco(BaseModel):
+    """Two halves a step: one half computes while the gradients of the other one travel, and are stepped."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    copies: Copies = "rank"
+    """Who keeps the two copies of the weights: each rank whole ones, or the ranks of a node together."""
+
+
 class OnSignal(BaseModel):
     """The checkpoint to save when SIGTERM or SIGINT asks the run to end."""
 
@@ -162,6 +171,8 @@ class VerticalConfig(BaseModel):
     """Collectives over the ranks of a node, then over the nodes."""
     elastic: Elastic | None = None
     """Give faster ranks more micro-batches; null: all bring as many. Vertical order only."""
+    acco: Acco | None = None
+    """Compute half a step while the other half's gradients travel; not exact. Null: exact steps. State in host memory."""
     seed_micro_batches: bool = True
     """Give each micro-batch a random stream of its own, in both arms. From (seed, step, micro-batch, rank)."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -183,6 +194,7 @@ _NESTED: Mapping[str, type[BaseModel]] = {
     "activations": Activations,
     "levels": Levels,
     "elastic": Elastic,
+    "acco": Acco,
     "on_signal": OnSignal,
 }
 
@@ -228,6 +240,8 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "elastic.max_micro_batches": ("an integer >= 1, or null", "32 or null"),
     "elastic.total": ("an integer >= 1, or null (gradient_accumulation_steps of each rank)", "64 or null"),
     "elastic.counts": ("the path of a run's log, or null (by measured seconds)", '"runs/train.log" or null'),
+    "acco": ('an object with "copies", or null (exact steps)', '{"copies": "rank"} or null'),
+    "acco.copies": (" or ".join(f'"{each}"' for each in get_args(Copies)), '"rank"'),
     "seed": ("an integer >= 0 and < 2^64, or null", "1234 or null"),
     "trace": ("the path of a folder, or null (off)", '"runs/trace" or null'),
     "on_signal": ('an object with "save_dir" and "tag", or null', '{"save_dir": "checkpoints"} or null'),

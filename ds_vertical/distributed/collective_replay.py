@@ -129,7 +129,9 @@ class CollectiveReplay:
         fetches = sum(event.op is Op.FETCH and not event.ahead for event in schedule.events)
         begun = self._counts()["gathers"] - self._before["gathers"] - fetches
         spreads = (event for event in schedule.events if event.op is Op.SPREAD and event.ahead)
-        made = [event for event in spreads if not (schedule.delayed and self._others.is_left(_unit(event)))]
+        values = {event.layer for event in schedule.events if event.op is Op.MAKE}  # for the next schedule, whatever is left
+        left = schedule.delayed and not values
+        made = [event for event in spreads if not (left and self._others.is_left(_unit(event)))]
         for event in made[begun:]:
             self._others.renew_copy(_unit(event))
 
@@ -161,9 +163,8 @@ class _Rest:
         self._only_gathers = only_gathers
         self._leaves = leaves
         self._coming = coming
-        self._fetched: list[
-            tuple[Unit, Arrival]
-        ] = []  # whose gather this rank has not issued; the others do so where they use it, or before
+        # whose gather this rank has not issued; the others do so where they use it, or before. None: of a copy that is made
+        self._fetched: list[tuple[Unit, Arrival | None]] = []
 
     def handlers(self) -> dict[Op, Handler]:
         own = {Op.FETCH: self.fetch, Op.SPREAD: self.spread, Op.REDUCE: self.reduce, Op.RELEASE: self.vote, Op.NORM: self.reach}
@@ -179,8 +180,13 @@ class _Rest:
             self._fetched.append((unit, arrival))
         return None if arrival.spreads else self.spread(event)
 
-    def spread(self, event: Event) -> Ticket:
+    def spread(self, event: Event) -> Ticket | None:
         unit = _unit(event)
+        if event.ahead:
+            if not self._is_done("gathers"):
+                self._fetched.append((unit, None))
+            self._gather(unit)
+            return None
         return Ticket(f"fetch {unit}", lambda: self._gather(unit))
 
     def reduce(self, event: Event) -> None:
@@ -207,7 +213,11 @@ class _Rest:
     def _gather(self, unit: Unit) -> None:
         """Of all units up to this one, in the order of their fetches."""
         while any(unit == fetched for fetched, _ in self._fetched):
-            self._others.gather(*self._fetched.pop(0))
+            first, arrival = self._fetched.pop(0)
+            if arrival is None:
+                self._others.renew_copy(first)
+            else:
+                self._others.gather(first, arrival)
 
 
 def _unit(event: Event) -> Unit:

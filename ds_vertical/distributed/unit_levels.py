@@ -101,14 +101,17 @@ class _Copy:
 
 class UnitLevels:
     """Gathers units, and keeps this rank's parts of the node's copies. `topology`: of the ranks. `tracer`: takes all hops,
-    those of reductions, too."""
+    those of reductions, too. `shard_of`: this rank's shard of a parameter, of the values that the copies have. `sends`:
+    whether a copy that is made again has a parameter; one that is full stays on the device."""
 
-    def __init__(self, settings: LevelSettings, tracer: Tracer) -> None:
+    def __init__(self, settings: LevelSettings, tracer: Tracer, shard_of: ShardOf = zero_params.shard) -> None:
         self.topology, self._collectives = _open(settings)
         self._collectives.trace(tracer)
         if settings.quantized_weights or settings.quantized_gradients:
             load.block_quantizer()  # compiled here, and not on a hop's thread in mid-step
         self._settings = settings
+        self._shard_of = shard_of
+        self.sends: Callable[[ZeroParam], bool] = zero_params.is_partitioned
         self._copies: dict[Unit, _Copy] = {}
 
     @property
@@ -132,7 +135,7 @@ class UnitLevels:
         """Start to assemble full parameters, out of the shards in memory or out of the node's copy. Returns those that will be
         full, and what waits for that. `version`: of the unit's files."""
         if arrival.spreads:
-            copy, what = self._spread(unit, params, zero_params.shard, version), f"{unit}SPREAD"
+            copy, what = self._spread(unit, params, self._shard_of, version), f"{unit}SPREAD"
             copy.sent = [None] * len(copy.sent)
         else:
             copy, what = self._copies[unit], f"{unit}FETCH"
@@ -211,7 +214,7 @@ class UnitLevels:
             members = [(param, then) for param, then in zip(group, row, strict=True) if not zero_params.is_on_ssd(param)]
             if members:
                 params, then = [param for param, _ in members], torch.cat([then for _, then in members])
-                now = self._own_chunk(params, zero_params.shard)
+                now = self._own_chunk(params, self._shard_of)
                 if not (_same_bits(now, then) or _same_bits(self._rounded(now, params), then)):
                     return False
         return True

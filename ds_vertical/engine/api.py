@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_vertical.compat import accelerator, stock_config, striped_swapping, zero_params
 from ds_vertical.compat import engine as compat_engine
+from ds_vertical.config.acco import with_acco
 from ds_vertical.config.cross_check import check, refuse_unfilled
 from ds_vertical.config.file import DeepSpeedJson, num_micro_batches, read_config
 from ds_vertical.config.levels import move_levels
@@ -27,6 +28,7 @@ from ds_vertical.distributed import ranks
 from ds_vertical.distributed.elastic import ElasticCounts, open_elastic
 from ds_vertical.distributed.unit_levels import refuse_levels
 from ds_vertical.engine import disk_check, machine_cache
+from ds_vertical.engine.acco.refusals import refuse_acco
 from ds_vertical.engine.assembly import HostBudget
 from ds_vertical.engine.autotune import (
     choose_copy_share,
@@ -98,9 +100,9 @@ def _claim(config: dict[str, Any]) -> dict[str, Any]:
 
 def _with_levels(config: DeepSpeedJson) -> DeepSpeedJson:
     """The configuration with DeepSpeed's keys of levels in the section, where that trains layer-major: zero.Init, too, is to
-    make plain partitions. Raises ConfigError."""
+    make plain partitions, and with two halves a step no parameter stays on the device. Raises ConfigError."""
     section = load_section(config)
-    return move_levels(config) if section is not None and section.enabled else config
+    return with_acco(move_levels(config)) if section is not None and section.enabled else config
 
 
 def unclaimed_paths(config: Mapping[str, object]) -> list[str]:
@@ -201,7 +203,8 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     section = load_section(raw)
     if section is not None:
         check(raw, section)
-        refuse_levels(resolve(section))
+        refuse_levels(resolved := resolve(section))
+        refuse_acco(resolved, raw)
         if unclaimed_paths(raw):
             disk_check.check_before_the_model(raw)
         if section.enabled and accelerator.is_one_memory():
@@ -317,6 +320,7 @@ def _start_ranks(resolved: RunSettings, config: DeepSpeedJson) -> ElasticCounts 
     these ranks cannot do."""
     ranks.start_distributed()
     refuse_levels(resolved)
+    refuse_acco(resolved, config)
     return open_elastic(resolved.elastic, num_micro_batches(config, ranks.world_size()))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -134,6 +134,18 @@ class StepParts:
         return self.optimizer.scale_if_loss
 
 
+class StepKind(Protocol):
+    """What a step consists of; see `acco.steps`."""
+
+    def open_levels(self, tracer: Tracer) -> UnitLevels | None:
+        """What gathers units over levels; None: there is one."""
+        ...
+
+    def before_sums(self, optimizer: VerticalStage3) -> Callable[[Unit], None]:
+        """Called with a unit whose next gradients are about to be summed."""
+        ...
+
+
 @dataclass(frozen=True)
 class Assembly:
     """Makes the parts of one engine, in the order of the methods. `optimizer`: DeepSpeed has set it up. `aio`: the JSON's
@@ -145,6 +157,7 @@ class Assembly:
     layers: LayerMap
     tracer: Tracer
     aio: Mapping[str, Any]
+    steps: StepKind
     elastic: ElasticCounts | None = None
 
     def give_memory_back(self) -> None:
@@ -166,7 +179,7 @@ class Assembly:
             optimizer.checksums,
             group=ranks.own_group("gathers"),
             overlap=self.vertical.overlap,
-            levels=UnitLevels(self.vertical.levels, self.tracer) if self.vertical.levels.are_on else None,
+            levels=self.steps.open_levels(self.tracer),
         )
         return ParamStore(self.layers.units, new_queue, new_queue(), settings)
 
@@ -192,7 +205,7 @@ class Assembly:
             in_chunk_order(self.layers, optimizer),
             dtype,
             ParamFacts(zero_params.full_numel, rounding, optimizer.steps, partial(runs_others_code, self.layers)),
-            optimizer.gradients.drop,
+            self.steps.before_sums(optimizer),
             SumPlace(accelerator.device_name(), joined=held),
             pairs=pairs and one_memory and self.vertical.order == "vertical",  # otherwise layers take turns
         )

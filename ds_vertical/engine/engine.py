@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,15 +14,16 @@ from torch import nn
 from ds_vertical.compat import accelerator, engine
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.elastic import ElasticCounts
+from ds_vertical.engine.acco.steps import steps_of
 from ds_vertical.engine.assembly import Assembly, HostBudget, StepParts, open_tracer
 from ds_vertical.engine.checkpoint import shared_dir
+from ds_vertical.engine.checkpoint.run_state import FurtherState
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.integrations.three_calls import ThreeCalls
 from ds_vertical.engine.module_hooks import load_identity_node
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.engine.signals import Stopping
-from ds_vertical.engine.train_loop import VerticalLoop
 from ds_vertical.engine.zero3.chunks import check_optimizer
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.model.batch import LossFn
@@ -54,12 +55,12 @@ class VerticalEngine(CallableEngine):
         elastic: ElasticCounts | None = None,
         **kwargs: Any,
     ) -> None:
-        self.vertical, self.layers, self.host_bytes = vertical, layers, budget.needed
+        self.vertical, self.layers, self.host_bytes, self._steps = vertical, layers, budget.needed, steps_of(vertical)
         self.tracer = open_tracer(vertical.trace)
         super().__init__(*args, **kwargs)
         progress = self._meter(folder, elastic)
         made_of = self.module, self.optimizer, vertical, layers, self.tracer, engine.aio_config(self)
-        assembly = Assembly(*made_of, elastic)
+        assembly = Assembly(*made_of, self._steps, elastic)
         assembly.give_memory_back()
         self._params = assembly.open_params()  # one by one: `destroy` closes those that there are, where the next one fails
         assembly.start_pipeline(self._params)
@@ -74,7 +75,7 @@ class VerticalEngine(CallableEngine):
         made = self._params, self._gradients, self._activations, self._keeping, self._state, self._runner
         parts = StepParts(self, vertical, layers, self.optimizer, *made, folder, budget)
         self.self_check = FirstStepCheck(parts)
-        self._loop = VerticalLoop(parts, self.self_check, self.tracer, progress)
+        self._loop = self._steps.new_loop(parts, self.self_check, self.tracer, progress)
         self._loop.elastic = elastic
         if elastic is not None:
             elastic.count_engine()
@@ -156,6 +157,7 @@ class VerticalEngine(CallableEngine):
             cleanup.callback(super().destroy)
             if params is not None:
                 cleanup.callback(params.close)
+                cleanup.callback(self._steps.close)
                 cleanup.callback(self.optimizer.close)
             for store in stores:
                 if store is not None:
@@ -167,6 +169,11 @@ class VerticalEngine(CallableEngine):
     def param_store(self) -> ParamStore:
         """Where this rank's parameters rest between their uses, and their host buffers."""
         return self._params
+
+    @property
+    def further_state(self) -> Mapping[str, FurtherState]:
+        """What checkpoints have besides, by its name there."""
+        return self._steps.further
 
     @property
     def stream_seed(self) -> int | None:

@@ -378,7 +378,8 @@ class _Training(_WithBackward):
                 Op.HOLD: self.hold,
                 Op.NORM: self.norm,
                 Op.STEP: self.step,
-                Op.COMMIT: self.commit,
+                Op.COMMIT: lambda _: self.optimizer.conclude_early(),
+                Op.MAKE: lambda event: self.optimizer.step_unit(_unit(event)),
             }
         )
 
@@ -458,9 +459,6 @@ class _Training(_WithBackward):
     def _hint(self, event: Event) -> None:
         if (coming := self.hints.get(event)) is not None:
             self.optimizer.expect_step(_unit(coming), early=coming.part == EARLY)
-
-    def commit(self, _: Event) -> None:
-        self.optimizer.conclude_early()
 
 
 class _Checking(_WithBackward):

@@ -38,6 +38,7 @@ _HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes s
 _MEASURED: Final = "(measured)"
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
 _LEVELS: Final = "zero_optimization.zero_hpz_partition_size"
+_ACCO = "vertical_schedule.acco"
 
 
 @dataclass(frozen=True)
@@ -270,6 +271,7 @@ class Forecast:
             BudgetItem(Tier.HOST, "parameters that stay fp32", self._wide_bytes, "(their dtype)"),
             BudgetItem(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
             *_level_items(self._layers, self._resolved.levels, self._param_bytes),
+            *_acco_items(self._layers, self._resolved, self._param_bytes),
         )
 
     @property
@@ -362,6 +364,21 @@ def _level_items(layers: LayerMap, levels: LevelSettings, param_bytes: int) -> t
     return (
         BudgetItem(place, f"{what} of the weights", copies, "vertical_schedule.levels.copy_share"),
         BudgetItem(Tier.HOST, "gradients sent over levels", 2 * FP32_BYTES * max(numels.values()), _LEVELS),
+    )
+
+
+def _acco_items(layers: LayerMap, resolved: RunSettings, param_bytes: int) -> tuple[BudgetItem, ...]:
+    """With two halves a step: both copies of the weights, this rank's predicted shards (`acco.prediction`, [Note: two
+    predictions]), and its shares of the first half's gradients."""
+    if resolved.acco is None:
+        return ()
+    numel, key = sum(zero_params.full_numel(param) for params in layers.units.values() for param in params), f"{_ACCO}.copies"
+    copies = -(-2 * numel * param_bytes // resolved.levels.ranks_per_node)
+    own = -(-numel // distributed_ranks.world_size())
+    return (
+        BudgetItem(Tier.DEVICE, "two copies of the weights", copies, key),
+        BudgetItem(Tier.HOST, "predicted shards", 2 * own * param_bytes, _ACCO),
+        BudgetItem(Tier.HOST, "gradients of half a step", own * FP32_BYTES, _ACCO),
     )
 
 

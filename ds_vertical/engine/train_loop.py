@@ -27,6 +27,7 @@ from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.run_log import RunLogger, model_config
 from ds_vertical.engine.self_check.evaluation import EvaluationCheck
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
+from ds_vertical.engine.zero3.interface import Optimizer
 from ds_vertical.interrupts import Changed
 from ds_vertical.io import host
 from ds_vertical.io.openmp_wait import WATCH
@@ -261,6 +262,7 @@ class VerticalLoop(TrainLoop):
         self._tracer = tracer
         self._counts: Counts = OwnCounts(0)  # of the step under way, or of the one before
         self._weights: list[float] | None = None  # likewise: of this rank's losses in the mean; None: all the same
+        self.scheduler_steps = 1  # of the learning rate scheduler, for a step that counts
         self._num_evaluations = 0
         self._calls = LearnedCalls()  # in the step under way, or in the one before
         self._calls_of_windows = LearnedCalls()
@@ -322,24 +324,26 @@ class VerticalLoop(TrainLoop):
             if not self.is_recorded or self._parts.vertical.self_check:  # `ab` compares the losses itself
                 self._check.run(seeded_bodies, scale_of)
             with self._tracer.step():
-                run = partial(self._run_schedule, seeded_bodies, scale_of)
+                run = partial(self.run_schedules, seeded_bodies, scale_of)
                 losses = until_known(run, partial(self._check.run_again, seeded_bodies, scale_of), _log, calls)
                 self.conclude()
             self._parts.keeping.close_step(self._parts.runner, self._calls.number)
         return losses
 
-    def _run_schedule(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> list[torch.Tensor]:
+    def run_schedules(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> list[torch.Tensor]:
         """The step up to and including the units' optimizer steps. Returns the losses."""
+        bodies = self.check_ready(bodies)
+        return self.run_pass(bodies, scale_of(self.shares.mean_over), self._parts.optimizer.driver)
+
+    def run_pass(self, bodies: Sequence[Body], scale: LossScale, optimizer: Optimizer) -> list[torch.Tensor]:
+        """One schedule (`training_step`), up to its end. Returns the losses."""
         parts = self._parts
-        self._check_ready(len(bodies))
-        if self._weights is not None:
-            bodies = [replace(body, weight=weight) for body, weight in zip(bodies, self._weights, strict=True)]
         swap_buffers.rest_stock_buffers(parts.module.parameters(), parts.optimizer)
         tiers = moved_tiers(parts.vertical, len(bodies))
         if parts.activations is not None:
             parts.activations.open_step(tiers)
         cells = parts.keeping.open_step(parts.runner, len(bodies), self._calls.number)
-        schedule = self.ran = self._schedule(len(bodies), tuple(tiers), cells)
+        schedule = self.ran = build_training(self.training_step(len(bodies), tuple(tiers), cells))
         with (
             parts.optimizer.calls.running(),
             WATCH.watching(),
@@ -347,11 +351,11 @@ class VerticalLoop(TrainLoop):
             torch.enable_grad(),
             parts.optimizer.live.schedule_running(),
         ):
-            scale = scale_of(self.shares.mean_over)
-            return parts.runner.train(schedule, bodies, parts.gradients, parts.optimizer.driver, scale)
+            return parts.runner.train(schedule, bodies, parts.gradients, optimizer, scale)
 
-    def _check_ready(self, num_micro_batches: int) -> None:
-        """Raise, on every rank, where a step cannot begin on one. Otherwise all know what each brings."""
+    def check_ready(self, bodies: Sequence[Body]) -> Sequence[Body]:
+        """Raise, on every rank, where a step cannot begin on one. Otherwise all know what each brings. Returns the forwards
+        with what they weigh."""
         parts, items_of, step = self._parts, self._counts.items, self.engine.global_steps + 1
         items: list[int] | None = None
         with parts.optimizer.live.agreed("train_batch", num_said=NUMBERS) as said:
@@ -359,38 +363,38 @@ class VerticalLoop(TrainLoop):
             parts.optimizer.live.check_whole()
             parts.gradients.refuse_strays()
             parts.gradients.refuse_frozen({id(param): name for name, param in parts.module.named_parameters()})
-            moves = bool(moved_tiers(parts.vertical, num_micro_batches))  # of a short step there may be nothing to move
+            moves = bool(moved_tiers(parts.vertical, len(bodies)))  # of a short step there may be nothing to move
             refuse_several_calls(moves or parts.keeping.is_asked, self._calls.number)
             items = None if items_of is None else items_of()
             num_items = None if items is None else sum(items)
             nanoseconds = 0 if self.elastic is None else self.elastic.nanoseconds(step)
-            said.own[:] = Brought(num_micro_batches, num_items, self.num_tokens, nanoseconds).numbers()
+            said.own[:] = Brought(len(bodies), num_items, self.num_tokens, nanoseconds).numbers()
         self.shares = StepShares.of(said.of_all)
         if self.elastic is not None:
             self.elastic.note(step, self.shares)
         refuse_unequal(self.shares, parts.vertical.order)
-        self._weights = self.shares.weights(items)
+        self._weights = weights = self.shares.weights(items)
+        return bodies if weights is None else [replace(each, weight=w) for each, w in zip(bodies, weights, strict=True)]
 
-    def _schedule(self, num_micro_batches: int, moved: tuple[int, ...], kept: tuple[Cell, ...]) -> Schedule:
-        """The step's events. `moved`: micro-batches whose activations leave the device; `kept`: cells whose kept values do."""
+    def training_step(self, num_micro_batches: int, moved: tuple[int, ...], kept: tuple[Cell, ...]) -> TrainingStep:
+        """What the schedule is made of. `moved`: micro-batches whose activations leave the device; `kept`: cells whose kept
+        values do."""
         parts, vertical, optimizer = self._parts, self._parts.vertical, self._parts.optimizer
-        return build_training(
-            TrainingStep(
-                *(parts.layers.num_layers, num_micro_batches),
-                *(vertical.order, vertical.snake, vertical.prefetch_layers),
-                delayed=optimizer.timing.leaves_steps,
-                due=frozenset(optimizer.driver.backlog.due),
-                early=optimizer.timing.early,
-                ahead=vertical.prefetch_layers > 0,
-                hold=optimizer.holding,
-                moved=moved,
-                calls=self._calls.number,
-                kept=kept,
-                outside=parts.outside_of(self._calls.number),
-                reduces_beside=vertical.overlap and ranks.world_size() > 1,
-                copy_share=vertical.levels.share,
-                standing=parts.standing(),
-            )
+        return TrainingStep(
+            *(parts.layers.num_layers, num_micro_batches),
+            *(vertical.order, vertical.snake, vertical.prefetch_layers),
+            delayed=optimizer.timing.leaves_steps,
+            due=frozenset(optimizer.driver.backlog.due),
+            early=optimizer.timing.early,
+            ahead=vertical.prefetch_layers > 0,
+            hold=optimizer.holding,
+            moved=moved,
+            calls=self._calls.number,
+            kept=kept,
+            outside=parts.outside_of(self._calls.number),
+            reduces_beside=vertical.overlap and ranks.world_size() > 1,
+            copy_share=vertical.levels.share,
+            standing=parts.standing(),
         )
 
     def conclude(self) -> None:
@@ -398,7 +402,7 @@ class VerticalLoop(TrainLoop):
         printing."""
         with self._parts.optimizer.condition.torn_if_interrupted():
             self.count_samples(self._counts.num_sampled(self.shares))
-            compat_engine.conclude_step(self.engine)
+            compat_engine.conclude_step(self.engine, self.scheduler_steps)
             self.engine.micro_steps += self._counts.num_calls - 1
             if self._parts.budget.kept:  # not before the first step has allocated what stays
                 host.keep_freed_memory(self._parts.budget.kept)
@@ -431,7 +435,9 @@ class VerticalLoop(TrainLoop):
 
     def evaluate_bodies(self, bodies: Sequence[Body]) -> list[Any]:
         """Run forwards without training, each with a seed of its own; returns what each returned."""
-        seeds = self._evaluation_seeds(len(bodies))
+        in_turn = len(bodies) == 1 or self._parts.vertical.order == "horizontal"
+        self._num_evaluations += not in_turn
+        seeds = [None] * len(bodies) if in_turn else _evaluation_seeds(len(bodies), self._num_evaluations)
         seeded_bodies = [replace(body, seed=seed) for body, seed in zip(bodies, seeds, strict=True)]
         return self._results(seeded_bodies, self._calls_without_training)
 
@@ -474,14 +480,12 @@ class VerticalLoop(TrainLoop):
         self._evaluations.run(bodies, learned)
         return until_known(partial(run, bodies), check, calls=calls)
 
-    def _evaluation_seeds(self, num_micro_batches: int) -> Sequence[int | None]:
-        """Forwards that take turns cannot share the caller's random stream: each has its own, another one in each evaluation.
-        What the caller draws afterwards is what it would have drawn."""
-        if num_micro_batches == 1 or self._parts.vertical.order == "horizontal":
-            return [None] * num_micro_batches
-        self._num_evaluations += 1
-        base, rank = torch.initial_seed(), ranks.rank()
-        return [micro.stream_seed(base, -self._num_evaluations, index, rank) for index in range(num_micro_batches)]
+
+def _evaluation_seeds(num_micro_batches: int, number: int) -> Sequence[int | None]:
+    """Forwards that take turns cannot share the caller's random stream: each has its own, another one in each evaluation.
+    What the caller draws afterwards is what it would have drawn. `number`: of such evaluations, this one included."""
+    base, rank = torch.initial_seed(), ranks.rank()
+    return [micro.stream_seed(base, -number, index, rank) for index in range(num_micro_batches)]
 
 
 def _log(line: str) -> None:

@@ -435,7 +435,8 @@ class StandingCopies:
             store.drop_ahead(unit)
         if not store.buffers.pool(unit).num_free:
             gathers.issue_all()  # what was read for other copies gives way now
-        store.fetch_ahead(unit)
+        if store.files.by_unit[unit]:
+            store.fetch_ahead(unit)
         under_way: list[Issued[torch.Tensor]] = []
 
         def issue() -> Callable[[], None]:
@@ -463,7 +464,7 @@ class StandingCopies:
         self._levels.join_renewal(self._partitioned(unit))
 
     def _partitioned(self, unit: Unit) -> list[nn.Parameter]:
-        return [param for param in self._store.units[unit] if zero_params.is_partitioned(param)]
+        return [param for param in self._store.units[unit] if self._levels.sends(param)]
 
     def _buffer(self, unit: Unit) -> HostBuffer | None:
         """With the shards of the unit that are on SSD, as they are now or will be when its reads are over."""

@@ -443,5 +443,5 @@ _PRICES: Final[dict[Op, Callable[[_Pricer, Event], Cost]]] = {
     Op.REDUCE: _Pricer.reduce,
     Op.CROSS: _Pricer.cross,
     Op.HOLD: _Pricer.hold,
-    Op.STEP: _Pricer.step,
+    **dict.fromkeys((Op.STEP, Op.MAKE), _Pricer.step),
 }

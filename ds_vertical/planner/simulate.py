@@ -37,7 +37,7 @@ from ds_vertical.schedule.dependencies import dependencies
 from ds_vertical.schedule.events import Event, Needs, Op, Schedule, error_at
 from ds_vertical.types import Unit
 
-OPTIMIZER_OPS: Final = frozenset((Op.HOLD, Op.STEP, Op.COMMIT))
+OPTIMIZER_OPS: Final = frozenset((Op.HOLD, Op.STEP, Op.COMMIT, Op.MAKE))
 COMPUTE_OPS: Final = frozenset((Op.F, Op.HEAD, Op.B))
 _ROUNDING: Final = 1e-12
 

@@ -58,6 +58,7 @@ class _Walk:
         self.early: list[int] = []
         self.ahead: dict[Unit | None, int] = {}
         self.spread: dict[Unit | None, int] = {}
+        self.made: dict[Unit | None, int] = {}
         self.under_way: list[int] = []
         self.holds: list[int] = []
         self.reduces: list[int] = []
@@ -95,6 +96,11 @@ class _Walk:
         before = self.under_way[-MAX_STEPS] if len(self.under_way) >= MAX_STEPS else None
         self.under_way.append(self.index)
         return [] if before is None else [before]
+
+    def make(self, unit: Unit | None) -> list[int]:
+        """As `take_turn`, of values for the next schedule: this one computes with others (`halves`)."""
+        self.made[unit] = self.index
+        return self.take_turn()
 
     def concluded(self) -> list[int]:
         """The COMMIT that must be over before anything uses what early steps made or left."""
@@ -162,6 +168,8 @@ def _spread(walk: _Walk, event: Event) -> list[int]:
 def _spread_ahead(walk: _Walk, event: Event) -> list[int]:
     """The copy for the next step: of no value that may still be discarded, and behind what else changes it."""
     unit = event.layer
+    if unit in walk.made:  # of other values than those that are fetched here
+        return [walk.made[unit]]
     if unit in walk.fetched:
         raise ScheduleError(f"{unit} is still fetched, by event {walk.fetched[unit]}; release it before")
     walk.spread[unit] = walk.index
@@ -251,9 +259,8 @@ def _reduce(walk: _Walk, event: Event) -> list[int]:
     """The unit's gradients are complete, and the reduction before it is over: one is under way at a time. It reads no
     parameters, so their RELEASE does not wait for it."""
     unit = event.layer
-    last: list[Unit | None] = (
-        [PRE] if unit in walk.outside.staying else [] if unit == SUF else [unit]
-    )  # glue adds to what stays
+    glued = unit in walk.outside.staying  # glue adds to what stays
+    last: list[Unit | None] = [PRE] if glued else [] if unit == SUF else [unit]
     sums = [walk.need(Op.B, each, m) for each in last for m in walk.micro_batches]
     if unit in walk.outside.added_by_head:
         sums += [walk.need(Op.HEAD, SUF, m) for m in walk.micro_batches]
@@ -345,6 +352,7 @@ _RULES: Final[dict[Op, Callable[[_Walk, Event], list[int]]]] = {
     Op.NORM: _norm,
     Op.STEP: _step,
     Op.COMMIT: _commit,
+    Op.MAKE: lambda walk, event: walk.make(event.layer),
     Op.SAVE: _save,
     Op.LOAD: lambda walk, event: walk.moves.load(Op.SAVE, event, walk.index),
     Op.DROP: _drop,
@@ -452,6 +460,7 @@ def _check_once(schedule: Schedule) -> None:
         allowed |= {e for u in units for e in (Event(Op.STEP, u, None, DELAYED, -1), Event(Op.FETCH, u, step_offset=1))}
         allowed |= {Event(Op.SPREAD, u, step_offset=1) for u in schedule.copied or () if schedule.standing is not None}
         allowed |= {Event(Op.STEP, u, part=DELAYED) for u in units if schedule.delayed}
+        allowed |= {Event(Op.MAKE, u) for u in units if schedule.delayed and schedule.standing is not None}
         allowed |= {Event(Op.HOLD, u, part=part) for u in units for part in (None, DELAYED)}
         allowed |= {Event(op, *cell) for op in _KEPT_MOVES for cell in schedule.kept}
     seen: Counter[Event] = Counter()

@@ -55,6 +55,7 @@ class Op(StrEnum):
     NORM = "NORM"
     STEP = "STEP"
     COMMIT = "COMMIT"
+    MAKE = "MAKE"
 
 
 # Op -> the units it may name ("layer" is any layer number, "none" is no unit at all).
@@ -63,7 +64,7 @@ _UNITS: Final[dict[Op, str]] = {
     Op.B: "layer pre",
     **dict.fromkeys((Op.F, Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP), "layer pre suf"),
     **dict.fromkeys((Op.KSAVE, Op.KLOAD, Op.KDROP), "layer"),
-    **dict.fromkeys((Op.HOLD, Op.STEP), "layer pre suf"),
+    **dict.fromkeys((Op.HOLD, Op.STEP, Op.MAKE), "layer pre suf"),
     Op.COMMIT: "layer pre none",
     Op.HEAD: "suf",
     Op.NORM: "none",
@@ -72,7 +73,7 @@ _KINDS: Final = {op: frozenset(kinds.split()) for op, kinds in _UNITS.items()}
 _MOVES: Final = frozenset((Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP, Op.KSAVE, Op.KLOAD, Op.KDROP))
 _PER_MICRO_BATCH: Final = _MOVES | {Op.F, Op.HEAD, Op.B}
 _PER_PART: Final = frozenset((Op.HOLD, Op.STEP, Op.COMMIT))
-_OPTIMIZER: Final = _PER_PART | {Op.NORM}
+_OPTIMIZER: Final = _PER_PART | {Op.NORM, Op.MAKE}
 # Op -> the sign of the step offsets it may have, and their name; the others take none.
 _OFFSETS: Final[dict[Op, tuple[int, str]]] = {
     **dict.fromkeys(_PER_PART, (-1, "a step offset <= 0")),

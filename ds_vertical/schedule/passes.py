@@ -16,6 +16,7 @@ from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.activations import LOOK_AHEAD, place_activations
 from ds_vertical.schedule.dependencies import validate
 from ds_vertical.schedule.events import DELAYED, EARLY, EVERYTHING, LEAD, Cell, Event, Needs, Op, Outside, Schedule, part_of
+from ds_vertical.schedule.halves import place_making
 from ds_vertical.schedule.levels import in_order, place_levels, place_standing, units_to_copy
 from ds_vertical.types import PRE, SUF, Unit
 
@@ -267,7 +268,8 @@ class TrainingStep:
     layers and micro-batches of which what the forward keeps for the backward does. `reduces_beside`: a unit's reduction is
     under way in the next one's backward. `copy_share`: of the units that are fetched again, the share whose copy each node
     keeps (`levels`, [Note: levels]); None: there is one level. `standing`: the units whose copy is there at the start; None: no
-    copy outlives the step. `order`, `snake`, `window`, `calls` and `outside`: as in `Schedule`."""
+    copy outlives the step. `halves`: it is one of the two halves of a step, of the units
+    `made` values for the next half are made (`halves`). `order`, `snake`, `window`, `calls` and `outside`: as in `Schedule`."""
 
     num_layers: int
     num_micro_batches: int
@@ -287,6 +289,8 @@ class TrainingStep:
     reduces_beside: bool = False
     copy_share: float | None = None
     standing: Collection[Unit] | None = None
+    halves: bool = False
+    made: frozenset[Unit] = frozenset()
 
 
 def build_training(step: TrainingStep) -> Schedule:
@@ -333,7 +337,10 @@ def _over_levels(events: Events, step: TrainingStep) -> tuple[Events, tuple[Unit
     if step.standing is None:
         return place_levels(events, copied), copied, None
     standing = in_order(set(step.standing) & set(copied))
-    return place_standing(place_levels(events, copied, standing), copied, step.delayed), copied, standing
+    placed = place_levels(events, copied, standing)
+    if step.halves:
+        return place_making(placed, step.outside, step.made), copied, standing
+    return place_standing(placed, copied, step.delayed), copied, standing
 
 
 @lru_cache(maxsize=64)

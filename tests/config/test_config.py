@@ -203,6 +203,7 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
             **{"copy_share": None, "copy_on_device": False, "gradient_bits": (None, 4), "block": 256},
         },
         "elastic": None,
+        "acco": None,
         "seed_micro_batches": True,
         "seed": None,
         "trace": None,

@@ -13,7 +13,7 @@ from ds_vertical.distributed.gather_queue import GatherQueue
 from ds_vertical.errors import OtherRankError, StepLeft
 from ds_vertical.model.micro_batch import Body
 from ds_vertical.model.state.restart import StateMissed
-from ds_vertical.schedule.events import Schedule
+from ds_vertical.schedule.events import Op, Schedule
 from ds_vertical.schedule.levels import Arrival
 from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
 
@@ -118,6 +118,9 @@ class Ranks:
 def trained(schedule: Schedule, overlap: bool, fails_at: tuple[str, int] = ("", 0)) -> Ranks:
     training = ToyTraining(toy_model(NUM_LAYERS), overlap)
     ranks = Ranks(training, fails_at)
+    if any(event.op is Op.MAKE for event in schedule.events):
+        half: Any = training.optimizer  # with nothing due of a step before, and nothing left: see `acco.halves`
+        half.step_unit, half.is_left = (lambda _: None), (lambda _: False)
     bodies = [partial(training.model, each) for each in toy_inputs(2)]
     if not fails_at[0]:
         training.step(schedule, bodies, 1)
@@ -128,6 +131,23 @@ def trained(schedule: Schedule, overlap: bool, fails_at: tuple[str, int] = ("", 
         assert not any("may not know" in note for note in raised.value.__notes__)
         assert training.params.fetched == []
     return ranks
+
+
+UNITS = frozenset({"pre", *range(NUM_LAYERS)})
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("standing", [frozenset(), UNITS])
+def test_a_half_that_fails_anywhere_leaves_nobody_alone(overlap: bool, standing: frozenset[Any]) -> None:
+    """Copies for the next half are made while this one computes."""
+    step = TrainingStep(NUM_LAYERS, 2, copy_share=1.0, delayed=True, standing=standing, halves=True, made=UNITS)
+    schedule = build_training(step)
+    expected = trained(schedule, overlap)
+    assert sum(each.endswith(" ahead") for each in expected.done) == len(UNITS), "although the step of one is left"
+    for what, word in {"gather": "gather", "reduce": "reduce", "hold": "reduce", "release": "vote"}.items():
+        number = sum(each.startswith(word) and not each.endswith(" ahead") for each in expected.done)
+        for at in range(number):
+            assert trained(schedule, overlap, (what, at)).together == expected.together
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -28,7 +28,7 @@ from ds_vertical.types import Tier
 
 MAIN: Final = "MainThread"
 OPTIMIZER: Final = "ds_vertical optimizer"
-_PIPELINE: Final = frozenset((Op.STEP,))
+_PIPELINE: Final = frozenset((Op.STEP, Op.MAKE))
 _DISK: Final = {
     **dict.fromkeys((Op.FETCH,), "FETCH"),
     **dict.fromkeys((Op.SAVE, Op.GSAVE), "SAVE"),

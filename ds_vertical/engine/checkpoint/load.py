@@ -290,6 +290,7 @@ class _Loading:
                     steps = {self._saved.tensors[self._names[id(param)]].step for param in chunk.params}
                     (zero_optimizer.moments(self._optimizer, index)["step"],) = steps
             run_state.set_buffers(self._engine, self._loose["buffers"])
+        run_state.set_further_state(self._engine, self._loose if self._wanted.optimizer else None)
         if self._wanted.optimizer:
             run_state.set_optimizer(self._engine, self._saved.numbers)
         if self._wanted.scheduler and self._engine.lr_scheduler is not None:

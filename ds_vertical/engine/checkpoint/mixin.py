@@ -13,6 +13,7 @@ from ds_vertical.compat import accelerator, engine, stock_checkpoint
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import load, shared_dir, stock_format, zero_to_fp32
 from ds_vertical.engine.checkpoint import save as checkpoint
+from ds_vertical.engine.checkpoint.run_state import FurtherState
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.errors import CheckpointError
@@ -37,6 +38,11 @@ class SavingEngine(engine.DeepSpeedEngine):
     @property
     def param_store(self) -> ParamStore:
         """Where this rank's parameters rest between their uses."""
+        raise NotImplementedError
+
+    @property
+    def further_state(self) -> Mapping[str, FurtherState]:
+        """What checkpoints have besides, by its name there."""
         raise NotImplementedError
 
     @property

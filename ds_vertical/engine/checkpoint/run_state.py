@@ -23,6 +23,18 @@ LooseEnds = dict[str, Any]  # of a run besides its tensors: scheduler, random st
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
+class FurtherState(Protocol):
+    """What some runs have besides; see `TrainedEngine.further_state`."""
+
+    def state(self) -> LooseEnds:
+        """Of types that `torch.load(weights_only=True)` takes."""
+        ...
+
+    def load(self, found: LooseEnds | None) -> None:
+        """Put back what `state` gave; None: the checkpoint has nothing, or it is not wanted."""
+        ...
+
+
 class TrainedEngine(Protocol):
     """The engine, as far as checkpoints know it: DeepSpeed's members, and what VerticalEngine adds."""
 
@@ -36,6 +48,11 @@ class TrainedEngine(Protocol):
     @property
     def param_store(self) -> ParamStore:
         """Where this rank's parameters rest."""
+        ...
+
+    @property
+    def further_state(self) -> Mapping[str, FurtherState]:
+        """What some runs have besides, by its name in a checkpoint."""
         ...
 
     @property
@@ -129,7 +146,14 @@ def _groups(engine: TrainedEngine) -> list[dict[str, Any]]:
 def loose_ends(engine: TrainedEngine) -> LooseEnds:
     """Learning rate scheduler and random states, of types that `torch.load(weights_only=True)` takes."""
     scheduler = engine.lr_scheduler
-    return {"lr_scheduler": None if scheduler is None else scheduler.state_dict(), "random": _random_states()}
+    ends = {"lr_scheduler": None if scheduler is None else scheduler.state_dict(), "random": _random_states()}
+    return ends | {name: each.state() for name, each in engine.further_state.items()}
+
+
+def set_further_state(engine: TrainedEngine, found: LooseEnds | None) -> None:
+    """What some runs have besides. `found`: the loose ends; None: it is not wanted."""
+    for name, each in engine.further_state.items():
+        each.load((found or {}).get(name))
 
 
 def _random_states() -> dict[str, Any]:

@@ -64,6 +64,7 @@ class VerticalStage3(ChunkedStage3):
         self.condition, self.calls = StateGuard(), Calls()
         self.live = LiveState(self.condition, self.calls)
         self.checksums = Checksums(vertical.verify)  # of this rank's files of state and parameters
+        self.after_writes = [self.checksums.clear]
         self._dynamic_scale = bool(kwargs.get("dynamic_loss_scale"))
         super().__init__(*args, layers=layers, **kwargs)
 
@@ -96,7 +97,7 @@ class VerticalStage3(ChunkedStage3):
         self._updates = updates
         adam = self.optimizer
         assert isinstance(adam, DeepSpeedCPUAdam)  # see `check_optimizer`
-        self.kernel = _own_kernel(adam)
+        self.kernel = own_kernel(adam)
         self.stepper = Stepper(chunks, self.kernel, self.pipeline, updates, self.checksums, overlap=overlap)
         self.live.watch(lambda: self.stepper.torn, self.pipeline, updates)
         powers = Powers.made_with(self.optimizer.defaults["betas"])
@@ -223,9 +224,10 @@ class VerticalStage3(ChunkedStage3):
                 pinned_memory.unlock_host_bytes(self.slots.pop())
 
 
-def _own_kernel(adam: DeepSpeedCPUAdam) -> CpuAdam:
-    """CPU Adam outside the interpreter lock, with the settings of DeepSpeed's optimizer object."""
-    module, kernel_id = load.free_adam(), _KERNEL_IDS + adam.opt_id
+def own_kernel(adam: DeepSpeedCPUAdam, number: int = 1) -> CpuAdam:
+    """CPU Adam outside the interpreter lock, with the settings of DeepSpeed's optimizer object. `number`: from 1 on, of an
+    engine's objects."""
+    module, kernel_id = load.free_adam(), number * _KERNEL_IDS + adam.opt_id
     group = adam.defaults
     rates = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
     module.create_adam(kernel_id, *rates, adam.adam_w_mode, False)

@@ -9,6 +9,7 @@ the next unit's sums: one unit's gradients. With `overlap: false` the executor w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -24,11 +25,24 @@ from ds_vertical.schedule.events import Unit
 _Reduction = tuple[Sequence[nn.Parameter], Callable[[], list[torch.Tensor]]]  # of parameters, and what waits for their shares
 
 
+def _as_it_is(_: nn.Parameter, share: torch.Tensor) -> torch.Tensor:
+    return share
+
+
+@dataclass(frozen=True)
+class ShareSink:
+    """Where reduced shares go: `gradients` holds them until their step. `whole`: what a parameter's share becomes ahead of its
+    norm; it may change the share in place."""
+
+    gradients: HeldGradients
+    whole: Callable[[nn.Parameter, torch.Tensor], torch.Tensor] = _as_it_is
+
+
 class UnitReductions:
     """What the event REDUCE of a schedule calls.
 
     `num_reductions`: collectives that this rank has issued so far to reduce gradients. `norm_memory`: host memory in which the
-    norms of a step are computed.
+    norms of a step are computed. `sink`: where shares go that are reduced from now on.
     """
 
     def __init__(self, optimizer: ChunkedStage3, gradients: HeldGradients) -> None:
@@ -36,6 +50,7 @@ class UnitReductions:
         self.norm_memory = NormMemory()
         self._optimizer = optimizer
         self._gradients = gradients
+        self.sink = ShareSink(gradients)
         self._under_way: dict[Unit, Ticket] = {}
 
     def reduce_unit(
@@ -79,7 +94,7 @@ class UnitReductions:
         for params, finish in reductions:
             shares = finish()
             for param in params:
-                share = shares.pop(0)
+                share = self.sink.whole(param, shares.pop(0))
                 zero_optimizer.note_gradient(self._optimizer, param, share, self.norm_memory)
                 yield share
                 del share  # the sum's memory is free for what is reduced next
@@ -90,4 +105,4 @@ class UnitReductions:
         final = early and timing.final and optimizer.clip_grad == 0.0
         if reduced.flat is not None:
             reduced = ReducedSums(list(reduced.shares), reduced.flat, reduced.give_back)
-        return self._gradients.hold(unit, optimizer.chunks_of(unit), reduced, early=early, final=final)
+        return self.sink.gradients.hold(unit, optimizer.chunks_of(unit), reduced, early=early, final=final)

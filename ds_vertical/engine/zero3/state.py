@@ -33,10 +33,12 @@ _GONE = (
 class StateRoutes(DeepSpeedZeroOptimizer_Stage3):
     """Stage 3 whose public methods on state see every step taken. The subclass says how to flush and what it holds.
 
-    `checksums`: of the files of state. `live`: whether a step or an evaluation is running, which refuses changes of state.
+    `checksums`: of the files of state. `after_writes`: called when a user has written a master or a moment. `live`: whether a
+    step or an evaluation is running, which refuses changes of state.
     """
 
     checksums: Checksums
+    after_writes: list[Callable[[], None]]
     live: LiveState
 
     def flush_state(self) -> None:
@@ -103,7 +105,7 @@ class StateRoutes(DeepSpeedZeroOptimizer_Stage3):
         self.live.refuse_inside("safe_set_full_fp32_param or safe_set_full_optimizer_state")
         self.flush_state()
         super().set_full_hp_param(value, param, optim_state_key)
-        self.checksums.clear()
+        self._note_write()
 
     def get_local_fp32_param(  # pyright: ignore[reportIncompatibleMethodOverride] - stock names no None
         self, param: nn.Parameter, optim_state_key: str | None = None
@@ -122,7 +124,11 @@ class StateRoutes(DeepSpeedZeroOptimizer_Stage3):
         self.flush_state()
         if self.steps(param):
             zero_optimizer.set_share(self, param, value, optim_state_key)
-            self.checksums.clear()
+            self._note_write()
+
+    def _note_write(self) -> None:
+        for call in self.after_writes:
+            call()
 
     def state_dict(self) -> dict[str, Any]:
         """As stock's, after a flush."""

@@ -1,0 +1,113 @@
+"""What two halves a step do to the loss: the same run with exact steps, with `acco`, and with a delay of one step (DPU).
+
+    python benchmarks/acco_loss.py [--steps 300] [--seeds 0,1,2] [--arms exact,acco,dpu] [--model gpt_13m]
+
+Each arm trains on four ranks of this machine, with the same text, micro-batches and seeds. So all arms have summed as many
+gradients at each step. The figure of an arm is its held-out loss at the end over that of "exact", by seed. "dpu" is the delayed
+update of ZeRO-Offload, as `delayed_steps.py` has it: each step is taken with the gradients of the weights before the last step.
+Writes benchmarks/acco/MODEL_STEPS.json with the held-out losses as soon as a run has ended. The same command goes on with the
+runs that are missing there. Other work on the machine changes nothing but the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from quantised_loss import held_out
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+NUM_RANKS: Final = 4
+TRAIN, DELAYED = ROOT / "scripts" / "train.py", ROOT / "benchmarks" / "delayed_steps.py"
+ARMS: Final[dict[str, tuple[dict[str, Any], Path]]] = {  # by name: what the section has, and what is launched
+    "exact": ({}, TRAIN),
+    "acco": ({"acco": {"copies": "rank"}}, TRAIN),
+    "dpu": ({"acco": {"copies": "rank"}}, DELAYED),
+}
+MOST: Final = {"acco": 1.01}  # held-out loss over that of "exact", as required; "dpu" is shown beside it
+
+
+def build_config(source: Path, arm: str, micro_batches: int) -> dict[str, Any]:
+    """The JSON of an arm: one sequence to a micro-batch, all in host memory."""
+    config = json.loads(source.read_text())
+    zero = config["zero_optimization"]
+    zero |= {name: {"device": "cpu", "pin_memory": False} for name in ("offload_param", "offload_optimizer")}
+    section = config["vertical_schedule"] | ARMS[arm][0]
+    own = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches, "vertical_schedule": section}
+    return config | own
+
+
+def train(config: Path, out: Path, arm: str, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The held-out losses of one run, by step. Raises RuntimeError with the end of its output."""
+    words = ["--model", options.model, "--steps", str(options.steps), "--eval-every", str(options.eval_every)]
+    words += ["--seq", str(options.tokens), "--eval-batches", "32", "--seed", str(seed), "--out", str(out)]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull]
+    launcher += ["--num_accelerators", str(NUM_RANKS), str(ARMS[arm][1]), "--deepspeed_config", str(config)]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
+    log = out.with_suffix(".log")
+    with log.open("wb") as sink:
+        status = subprocess.run([*launcher, *words], env=environment, stdout=sink, stderr=subprocess.STDOUT).returncode
+    if status:
+        raise RuntimeError("\n".join(log.read_text(errors="replace").splitlines()[-30:]))
+    return held_out((out / "metrics.jsonl").read_text())
+
+
+def summary(losses: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """By arm, each seed's last held-out loss over that of "exact", and whether the mean is as required. `losses`: by run, which
+    is named ARM.SEED."""
+    last = {tuple(run.split(".")): found[-1]["loss"] for run, found in losses.items()}
+    over: dict[str, dict[str, float]] = {}
+    for (arm, seed), loss in last.items():
+        if ("exact", seed) in last:
+            over.setdefault(arm, {})[seed] = loss / last["exact", seed]
+    met = {arm: sum(over[arm].values()) / len(over[arm]) <= most for arm, most in MOST.items() if arm in over}
+    return {"over_exact": over, "met": met}
+
+
+def recorded(path: Path, settings: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The held-out losses of runs that have ended before, with the same settings."""
+    record = json.loads(path.read_text()) if path.exists() else {}
+    return record["held_out"] if record.get("settings") == settings else {}
+
+
+def main() -> int:
+    """Trains what is missing, one run after the other; returns 0 where all ratios are as required."""
+    from commits import made_of
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt_13m", help="shape in configs/models, with a JSON configs/MODEL_cpu.json")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--eval-every", type=int, default=50)
+    parser.add_argument("--micro-batches", type=int, default=4, help="of a step, on each rank")
+    parser.add_argument("--tokens", type=int, default=64, help="of a micro-batch")
+    parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0, 1, 2])
+    parser.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS), help="with exact among them")
+    options = parser.parse_args()
+    settings = {name: getattr(options, name) for name in ("model", "steps", "eval_every", "micro_batches", "tokens")}
+    path = ROOT / "benchmarks" / "acco" / f"{options.model}_{options.steps}.json"
+    losses = recorded(path, settings)
+    with tempfile.TemporaryDirectory(prefix="ds_vertical.loss.") as folder:
+        for seed, arm in ((seed, arm) for seed in options.seeds for arm in options.arms if f"{arm}.{seed}" not in losses):
+            run, config = f"{arm}.{seed}", Path(folder, f"{arm}.{seed}.json")
+            made = build_config(ROOT / "configs" / f"{options.model}_cpu.json", arm, options.micro_batches)
+            config.write_text(json.dumps(made))
+            losses[run] = train(config, Path(folder, run), arm, seed, options)
+            print(f"{run}: " + ", ".join(f"{each['loss']:.4f} at {each['step']}" for each in losses[run]), flush=True)
+            path.parent.mkdir(exist_ok=True)
+            record = {**made_of(), "settings": settings, "held_out": losses, **summary(losses)}
+            path.write_text(json.dumps(record, indent=2) + "\n")
+    found = summary(losses)
+    print(json.dumps(found), f"recorded: {path}")
+    return 0 if all(found["met"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The two halves of a step, as the handlers of a schedule see an optimizer: what each reduces into, decides and makes.
+
+    first half    at the predicted weights   makes the committed weights, reduces its own gradients, decides the tentative step
+    second half   at the committed weights   makes the predicted weights, adds its gradients, decides the step
+
+So a step is committed beside the first half of the next one, or by a flush. See `schedule.halves`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ds_vertical.engine.acco.tentative import TentativeStep
+from ds_vertical.engine.zero3.reductions import ShareSink
+from ds_vertical.engine.zero3.step_driver import StepDriver
+from ds_vertical.io.ticket import Ticket
+from ds_vertical.offload.grad_store import HeldGradients
+from ds_vertical.schedule.events import Unit
+
+
+class _Half:
+    """What both halves do alike; see `interface.Optimizer`. No step is taken early, nor for the schedule that takes it."""
+
+    def __init__(self, driver: StepDriver, tentative: TentativeStep, sink: ShareSink) -> None:
+        self._driver = driver
+        self._tentative = tentative
+        self._sink = sink
+
+    def reduce_unit(
+        self, unit: Unit, sums: Iterator[torch.Tensor], flat: torch.Tensor | None, give_back: Callable[[torch.Tensor], None]
+    ) -> bool:
+        """Average a unit's sums over the ranks, and hold this rank's share where this half's shares go."""
+        self._driver.sink = self._sink
+        return self._driver.reduce_unit(unit, sums, flat, give_back)
+
+    def reducing(self, unit: Unit) -> Ticket | None:
+        """See `UnitReductions`."""
+        return self._driver.reducing(unit)
+
+    def hold_unit(self, unit: Unit) -> Ticket | None:
+        """None: gradients wait in memory."""
+
+    def step_early(self, unit: Unit) -> Ticket | None:
+        """None: see the class."""
+
+    def expect_step(self, unit: Unit, early: bool) -> None:
+        """Nothing: state is in memory."""
+
+    def early_writes(self) -> Ticket | None:
+        """None: see the class."""
+
+    def conclude_early(self) -> None:
+        """Nothing: see the class."""
+
+    def step_ahead(self, unit: Unit) -> Ticket | None:
+        """None: see the class."""
+
+    def stepped_ahead(self, unit: Unit) -> Ticket | None:
+        """None: see the class."""
+
+    def is_left(self, unit: Unit) -> bool:
+        """False: what is spread for the next half has been made."""
+        return False
+
+    def abandon(self) -> None:
+        """After an error: see `StepDriver`. What the first half has reduced is not needed: the step is taken again."""
+        self._driver.abandon()
+        self._tentative.forget()
+
+
+class FirstHalf(_Half):
+    """`share`: of the step's micro-batches, those of the first half; set ahead of it."""
+
+    def __init__(self, driver: StepDriver, tentative: TentativeStep) -> None:
+        super().__init__(driver, tentative, ShareSink(tentative.gradients))
+        self.share = 0.5
+
+    def open_step(self) -> None:
+        """Decide the tentative step."""
+        self._tentative.decide(self._driver.powers, self.share)
+        self._driver.norm_memory.clear()
+
+    def step_unit(self, unit: Unit) -> Ticket | None:
+        """Take what is due of the step before: it makes the committed weights."""
+        return self._driver.step_unit(unit)
+
+
+class SecondHalf(_Half):
+    """Its shares are added to those of the first half."""
+
+    def __init__(self, driver: StepDriver, tentative: TentativeStep, gradients: HeldGradients) -> None:
+        super().__init__(driver, tentative, ShareSink(gradients, tentative.whole))
+
+    def open_step(self) -> None:
+        """Decide the step."""
+        self._driver.open_step()
+
+    def step_unit(self, unit: Unit) -> Ticket | None:
+        """Take the tentative step of a unit: it makes the predicted weights."""
+        return self._tentative.step(unit)

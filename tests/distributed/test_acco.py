@@ -1,0 +1,328 @@
+"""Steps of two halves with real processes: what they commit is what the paper's formulas say, and what an exact step would
+commit where both halves have the same micro-batches."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import acco_worker
+import pytest
+import torch
+from acco_worker import ADAM, CURVATURES, NUM_DESCENTS, Batch, Model, batches
+from harness import differing, largest_relative
+from processes import start_ranks
+
+from ds_vertical.schedule.trace import read_trace
+
+TOLERANCE = 1e-6  # fp32, relative per tensor
+EVEN = [[4, 4]] * 4
+RATES = (0.1, 0.2, 0.33)
+UNEVEN = [[4, 2], [2, 5], [3, 4], [5, 4]]
+pytestmark = pytest.mark.timeout(1000)  # processes of one core each, which other work may share
+Found = list[dict[str, Any]]  # by rank
+
+
+def run_jobs(folder: Path, num_ranks: int, runs: list[dict[str, Any]]) -> dict[str, Found]:
+    """{run: what each rank found}."""
+    description = folder / "job.json"
+    given = [{"counts": EVEN, "acco": {}} | run for run in runs]
+    description.write_text(json.dumps({"folder": str(folder / "swap"), "out": str(folder), "runs": given}))
+    command = [sys.executable, str(Path(acco_worker.__file__)), str(description)]
+    start_ranks(command, folder, num_ranks=num_ranks, limit_s=900, forked=True)
+    loaded = {run["name"]: [folder / f"{run['name']}.rank{rank}.pt" for rank in range(num_ranks)] for run in runs}
+    return {name: [torch.load(path, weights_only=True) for path in paths] for name, paths in loaded.items()}
+
+
+# ---- the paper's formulas, in one process
+
+
+@dataclass
+class Adam:
+    """AdamW in fp32 over named tensors: (weights, state) -> (weights, state), nothing in place."""
+
+    step: int = 0
+    first: dict[str, torch.Tensor] = field(default_factory=dict)
+    second: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def after(
+        self, weights: dict[str, torch.Tensor], gradient: dict[str, torch.Tensor], lr: float
+    ) -> tuple[dict[str, torch.Tensor], Adam]:
+        beta1, beta2 = torch.tensor(ADAM["betas"], dtype=torch.float32).tolist()  # as the kernel takes them
+        then = Adam(self.step + 1)
+        found = {}
+        for name, grad in gradient.items():
+            then.first[name] = beta1 * self.first.get(name, torch.zeros_like(grad)) + (1 - beta1) * grad
+            then.second[name] = beta2 * self.second.get(name, torch.zeros_like(grad)) + (1 - beta2) * grad**2
+            mean, square = then.first[name] / (1 - beta1**then.step), then.second[name] / (1 - beta2**then.step)
+            found[name] = weights[name] * (1 - lr * ADAM["weight_decay"]) - lr * mean / (square.sqrt() + ADAM["eps"])
+        return found, then
+
+
+@dataclass
+class Reference:
+    """What the steps commit: losses, norms and gradients (of the mean, not clipped) of each, the weights and moments at the
+    end."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    grads: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    adam: Adam = field(default_factory=Adam)
+
+
+def clipped(gradient: dict[str, torch.Tensor], clip: float) -> tuple[dict[str, torch.Tensor], float]:
+    norm = torch.cat([grad.flatten() for grad in gradient.values()]).norm().item()
+    factor = max(1.0, (norm + 1e-6) / clip) if clip else 1.0
+    return {name: grad / factor for name, grad in gradient.items()}, norm
+
+
+def sums(
+    model: Model, weights: dict[str, torch.Tensor], given: list[tuple[Batch, float]]
+) -> tuple[dict[str, torch.Tensor], float]:
+    """Of the weighted losses of some micro-batches at `weights`: the gradients, and the losses themselves."""
+    model.load_state_dict(weights)
+    model.zero_grad()
+    total = 0.0
+    for batch, weight in given:
+        loss = model(**batch) * weight
+        loss.backward()
+        total += loss.item()
+    return {name: param.grad.double() for name, param in model.named_parameters() if param.grad is not None}, total
+
+
+def reference(counts: list[list[int]], rates: list[float], clip: float, weighted: bool = False) -> Reference:
+    """Of all ranks' micro-batches: theta~' = Opt(theta, s, g~/N~), then theta', s' = Opt(theta, s, (g~ + g)/(N~ + N))."""
+    torch.manual_seed(0)
+    model, found = Model(), Reference()
+    committed = {name: param.detach().clone() for name, param in model.named_parameters()}
+    predicted, by_rank = committed, [batches(counts, rank) for rank in range(len(counts[0]))]
+    for step, rate in enumerate(rates):
+        halves: list[list[tuple[Batch, float]]] = [[], []]
+        for own in (each[step] for each in by_rank):
+            for index, batch in enumerate(own):
+                halves[index >= len(own) // 2].append((batch, float(batch["labels"].numel()) if weighted else 1.0))
+        before, first_loss = sums(model, predicted, halves[0])
+        behind, second_loss = sums(model, committed, halves[1])
+        first, both = sum(weight for _, weight in halves[0]), sum(weight for half in halves for _, weight in half)
+        guess, _ = clipped({name: grad / first for name, grad in before.items()}, clip)
+        whole = {name: (grad + behind[name]) / both for name, grad in before.items()}
+        gradient, norm = clipped(whole, clip)
+        predicted, _ = found.adam.after(committed, guess, rate)
+        committed, found.adam = found.adam.after(committed, gradient, rate)
+        found.losses.append((first_loss + second_loss) / both)
+        found.norms.append(norm)
+        found.grads.append(whole)
+    found.weights = committed
+    return found
+
+
+def whole(shares: list[dict[str, torch.Tensor]], weights: dict[str, torch.Tensor], kind: str = "") -> dict[str, torch.Tensor]:
+    """All ranks' shares joined, in the parameters' shapes."""
+    return {name: torch.cat([share[name + kind] for share in shares]).view_as(weight) for name, weight in weights.items()}
+
+
+def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    gaps = largest_relative(a, b)
+    assert {name: gap for name, gap in gaps.items() if gap > TOLERANCE} == {}
+
+
+def assert_committed(found: Found, expected: Reference, has_mean_of_all: bool) -> None:
+    """Norms, gradients, weights and moments of each commit; losses where each rank has the mean of all."""
+    for rank in found:
+        assert rank["norms"] == pytest.approx(expected.norms, rel=TOLERANCE)
+        if has_mean_of_all:
+            assert rank["losses"] == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert_close(expected.weights, rank["weights"])
+    if not has_mean_of_all:
+        means = [sum(losses) / len(found) for losses in zip(*(rank["losses"] for rank in found), strict=True)]
+        assert means == pytest.approx(expected.losses, rel=TOLERANCE)
+    for step, grads in enumerate(expected.grads):
+        assert_close(grads, whole([rank["grads"][step] for rank in found], expected.weights))
+    states = [rank["state"] for rank in found]
+    for kind, moments in (("/exp_avg", expected.adam.first), ("/exp_avg_sq", expected.adam.second)):
+        assert_close(moments, whole(states, expected.weights, kind))
+
+
+# ---- two ranks
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    folder = tmp_path_factory.mktemp("two")
+    apart = {"overlap": False}
+    one_half: dict[str, Any] = {"acco": None, "counts": [[2, 2]] * 4, "micro_batches": 2}
+    traced = {"trace": str(folder / "trace")}
+    runs: list[dict[str, Any]] = [
+        {"name": "exact", **one_half},
+        {"name": "same", "repeated": True},
+        {"name": "same apart", "repeated": True, "section": apart},
+        {"name": "exact bf16", "dtype": "bf16", "clip": 0.0, **one_half},
+        {"name": "same bf16", "repeated": True, "dtype": "bf16", "clip": 0.0},
+        {"name": "other", "section": traced},
+        {"name": "other apart", "section": apart},
+        {"name": "uneven", "counts": UNEVEN, "micro_batches": 6},
+        {"name": "weighted", "counts": UNEVEN, "micro_batches": 6, "weighted": True, "clip": 0.0},
+        {"name": "fetched", "section": {"outside_layers": "fetched", "prefetch_layers": 2}},
+        {"name": "kept", "section": {"activations": {"keep": "everything"}}},
+        {"name": "untouched", "kind": "untouched"},
+        {"name": "resumed", "kind": "resumed"},
+        {"name": "evaluated", "kind": "evaluated"},
+        {"name": "failing", "kind": "failing"},
+        {"name": "poisoned", "kind": "poisoned"},
+        {"name": "poisoned late", "kind": "poisoned", "first": 2},
+        {"name": "written", "kind": "written"},
+        {"name": "checked", "section": {"self_check": True}},
+        {"name": "short", "counts": [[4, 4], [2, 2], [2, 2], [4, 4], [3, 3]]},
+        {"name": "single", "kind": "told", "counts": [[4, 1]]},
+        {"name": "by calls", "kind": "by calls"},
+        *({"name": f"bowl {rate}", "kind": "descend", "rate": rate, "clip": 0.0} for rate in RATES),
+        *({"name": f"exact bowl {rate}", "kind": "descend", "rate": rate, "clip": 0.0, "acco": None} for rate in RATES),
+    ]
+    return run_jobs(folder, 2, runs)
+
+
+@pytest.mark.parametrize(("exact", "acco"), [("exact", "same"), ("exact", "same apart"), ("exact bf16", "same bf16")])
+def test_halves_of_the_same_micro_batches_commit_the_bits_of_exact_steps(two: dict[str, Found], exact: str, acco: str) -> None:
+    for a, b in zip(two[exact], two[acco], strict=True):
+        assert a["norms"] == b["norms"] and a["rates"] == b["rates"]
+        assert b["losses"] == pytest.approx(a["losses"], rel=TOLERANCE), "means of as many losses again"
+        assert not differing(a["weights"], b["weights"]) and not differing(a["state"], b["state"])
+        assert all(not differing(c, d) for c, d in zip(a["grads"], b["grads"], strict=True))
+
+
+@pytest.mark.parametrize("name", ["other", "other apart", "fetched", "kept", "checked"])
+def test_other_micro_batches_commit_what_the_formulas_say(two: dict[str, Found], name: str) -> None:
+    assert_committed(two[name], reference(EVEN, two[name][0]["taken"], 0.5), has_mean_of_all=False)
+
+
+@pytest.mark.parametrize(("name", "clip"), [("uneven", 0.5), ("weighted", 0.0)])
+def test_other_numbers_of_micro_batches_do_too(two: dict[str, Found], name: str, clip: float) -> None:
+    rates = two[name][0]["taken"]
+    assert_committed(two[name], reference(UNEVEN, rates, clip, weighted=name == "weighted"), has_mean_of_all=True)
+
+
+def test_a_tentative_step_leaves_masters_moments_powers_and_weights_as_they_are(two: dict[str, Found]) -> None:
+    for rank in two["untouched"]:
+        assert rank["num"] == 4 * 4, "each of four steps predicts each of four units"
+        assert rank["changed"] == []
+
+
+def descended(rate: float, delay: int) -> list[float]:
+    """The losses of gradient descent on the quadratic, with gradients of so many steps ago."""
+    places, losses = [[1.0] * len(CURVATURES)], []
+    for step in range(NUM_DESCENTS):
+        losses.append(sum(each / 2 * x * x for each, x in zip(CURVATURES, places[-1], strict=True)))
+        old = places[max(0, step - delay)]
+        places.append([x - rate * each * y for each, x, y in zip(CURVATURES, places[-1], old, strict=True)])
+    return losses
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_a_quadratic_descends_as_without_delay_where_a_delay_of_one_step_diverges(two: dict[str, Found], rate: float) -> None:
+    for rank, exact in zip(two[f"bowl {rate}"], two[f"exact bowl {rate}"], strict=True):
+        assert rank["losses"] == exact["losses"]
+        assert rank["losses"] == pytest.approx(descended(rate, 0), rel=1e-3)
+        assert rank["losses"][-1] < rank["losses"][0] / 2
+    assert (descended(rate, 1)[-1] > descended(rate, 1)[0]) == (rate >= 0.2)
+
+
+def test_the_learning_rate_follows_the_gradients_that_were_counted(two: dict[str, Found]) -> None:
+    """With M = 4 the ranks bring 8, 4, 4, 8 and 6 gradients: the scheduler is at 1, 1, 2, 3 and 3 steps."""
+    steps = two["other"][0]["rates"]  # one step each
+    for rank in two["short"]:
+        assert rank["rates"] == [steps[0], steps[0], steps[1], steps[2], steps[2]]
+        assert rank["counters"]["global_samples"] == 8 + 4 + 4 + 8 + 6
+
+
+@pytest.mark.parametrize("name", ["resumed", "evaluated", "failing"])
+def test_a_load_evaluations_and_steps_that_fail_change_no_bit(two: dict[str, Found], name: str) -> None:
+    for plain, found in zip(two["other"], two[name], strict=True):
+        assert found["losses"] == plain["losses"] and found["lr"][0] == plain["rates"][-1]
+        assert not differing(plain["weights"] | plain["state"], found["contents"])
+
+
+def test_an_evaluation_is_of_the_committed_weights(two: dict[str, Found]) -> None:
+    for rank in two["evaluated"]:
+        assert [value for value, _ in rank["seen"]] == pytest.approx([plain for _, plain in rank["seen"]], rel=TOLERANCE)
+
+
+def test_all_ranks_hear_of_one_that_fails_in_either_half(two: dict[str, Found]) -> None:
+    other, own = ([told for told, _, _ in rank["told"]] for rank in two["failing"])
+    assert own == ["RuntimeError"] * 2 and other == ["OtherRankError"] * 2
+
+
+@pytest.mark.parametrize("name", ["poisoned", "poisoned late"])
+def test_gradients_that_are_not_finite_are_skipped_and_nothing_is_predicted(two: dict[str, Found], name: str) -> None:
+    """In both halves, or in the second one, which finds a prediction from the first."""
+    for rank in two[name]:
+        assert rank["skipped"] == 1 and rank["changed"] == [] and not rank["predicts"]
+        assert rank["again"] and all(0 < loss < 10 for loss in rank["losses"])
+
+
+def test_a_master_that_a_user_writes_ends_the_prediction(two: dict[str, Found]) -> None:
+    assert [(rank["before"], rank["behind"]) for rank in two["written"]] == [(True, False)] * 2
+
+
+def test_a_rank_without_a_micro_batch_for_each_half_is_refused_on_all_ranks(two: dict[str, Found]) -> None:
+    for rank in two["single"]:
+        kind, told, _ = rank["told"]
+        assert kind == "LoopError" and "the ranks bring 4, 1 micro-batches with vertical_schedule.acco" in told
+
+
+def test_a_loop_of_the_three_calls_is_refused(two: dict[str, Found]) -> None:
+    for rank in two["by calls"]:
+        kind, told, _ = rank["told"]
+        assert kind == "LoopError" and "remove acco, or call engine.train_batch(data_iter)" in told
+
+
+def test_both_steps_of_a_unit_are_taken_while_a_half_computes(two: dict[str, Found], tmp_path: Path) -> None:
+    """In a trace of rank 0: the step before is committed behind the first forward, and the prediction is made behind the last
+    backward of the first half."""
+    del two
+    steps = read_trace(tmp_path.parent / "two0" / "trace" / "rank0.jsonl")
+    spans = steps[2].spans
+    first = min(span.start for span in spans if span.name == "0F0")
+    backwards = sorted(span.start for span in spans if span.name == "0B0")
+    committed = [span.start for span in spans if span.resource == "adam" and span.name.startswith("step 1")]
+    made = [span.start for span in spans if span.resource == "adam" and span.name.startswith("predict 1")]
+    assert len(backwards) == 2 and len(committed) == len(made) == 1
+    assert first < committed[0] < backwards[0] < made[0] < backwards[1]
+
+
+# ---- four ranks, of which two are a node
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    counts = [[2, 4, 3, 2], [2, 2, 2, 2]]
+    node: dict[str, Any] = {"zero": {"zero_hpz_partition_size": 2}}
+    same: dict[str, Any] = {"repeated": True, "micro_batches": 2, **node}
+    runs: list[dict[str, Any]] = [
+        {"name": "rank", "counts": counts},
+        {"name": "node", "counts": counts, "acco": {"copies": "node"}, **node},
+        {"name": "exact node", "counts": [[2] * 4] * 3, "acco": None, **same},
+        {"name": "same node", "counts": [[2] * 4] * 3, "acco": {"copies": "node"}, **same},
+        {"name": "all one node", "kind": "told", "acco": {"copies": "node"}, "zero": {"zero_hpz_partition_size": 4}},
+    ]
+    return run_jobs(tmp_path_factory.mktemp("four"), 4, runs)
+
+
+@pytest.mark.parametrize("name", ["rank", "node"])
+def test_copies_of_each_rank_and_of_each_node_commit_what_the_formulas_say(four: dict[str, Found], name: str) -> None:
+    rates = four[name][0]["taken"]
+    assert_committed(four[name], reference([[2, 4, 3, 2], [2, 2, 2, 2]], rates, 0.5), has_mean_of_all=False)
+
+
+def test_with_copies_of_a_node_the_same_micro_batches_commit_the_bits_of_exact_steps(four: dict[str, Found]) -> None:
+    for a, b in zip(four["exact node"], four["same node"], strict=True):
+        assert a["losses"] == b["losses"] and a["norms"] == b["norms"]
+        assert not differing(a["weights"] | a["state"], b["weights"] | b["state"])
+
+
+def test_a_node_of_all_ranks_is_refused(four: dict[str, Found]) -> None:
+    kind, told, _ = four["all one node"][0]["told"]
+    assert kind == "ConfigError" and "zero_hpz_partition_size (vertical_schedule.levels.ranks_per_node): got 4" in told
