@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_uneven import Found, run_jobs
+from uneven_jobs import Found, run_jobs
 
 LOG = "ds_vertical: elastic: from step 1: micro-batches 4 2\n"
 
