@@ -115,26 +115,6 @@ class Network:
             return None
         return replace(self, copy_share=0.0) if self.copy_share else replace(self, levels=False)
 
-    # ---- what a search tries beside this one
-
-    def others(self, what: Literal["ranks", "copies", "bits"]) -> Iterator[Network]:
-        """With other w and g that divide a node, of two ranks and more: no copy of one rank's own is a level, and larger g
-        move more over the link, see [Note: three levels]. Or with fewer copies, and with all ranks at once. Or with weights,
-        gradients between nodes, or both rounded on their way."""
-        if not self.levels:
-            return
-        if what == "ranks":
-            both = ((w, g) for g in _divisors(self.ranks_per_node) for w in _divisors(g))
-            yield from (replace(self, copy_ranks=w, sum_ranks=g) for w, g in both if (w, g) != (self.w, self.g))
-        elif what == "copies":
-            yield from (replace(self, copy_share=share) for share in COPY_SHARES if share < self.copy_share)
-            yield replace(self, levels=False)
-        else:
-            bits = ((INT8_BYTES, None), (None, INT4_BYTES), (INT8_BYTES, INT4_BYTES))
-            yield from (replace(self, weight_bytes=weights, gradient_bytes=(None, sums)) for weights, sums in bits)
-
-    # ---- volumes
-
     def gather(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
         """A FETCH over all ranks at once."""
         return self._ring(self.num_ranks, 1, elements * element_bytes / self.num_ranks)
@@ -196,6 +176,23 @@ class Network:
         within, across = (near - 1) * num_bytes, (width - near) * num_bytes * ranks
         first = _hop("net_local", within, within * ranks, rounded)
         return first + _hop("net_cross", across, across, 0.0 if first else rounded)
+
+
+def other_networks(network: Network, what: Literal["ranks", "copies", "bits"]) -> Iterator[Network]:
+    """What a search tries beside a network with levels: other w and g that divide a node, of two ranks and more (no copy of one
+    rank's own is a level, and larger g move more over the link, see [Note: three levels]); fewer copies, and all ranks at once;
+    or weights, gradients between nodes, or both rounded on their way."""
+    if not network.levels:
+        return
+    if what == "ranks":
+        both = ((w, g) for g in _divisors(network.ranks_per_node) for w in _divisors(g))
+        yield from (replace(network, copy_ranks=w, sum_ranks=g) for w, g in both if (w, g) != (network.w, network.g))
+    elif what == "copies":
+        yield from (replace(network, copy_share=share) for share in COPY_SHARES if share < network.copy_share)
+        yield replace(network, levels=False)
+    else:
+        bits = ((INT8_BYTES, None), (None, INT4_BYTES), (INT8_BYTES, INT4_BYTES))
+        yield from (replace(network, weight_bytes=weights, gradient_bytes=(None, sums)) for weights, sums in bits)
 
 
 def _divisors(number: int) -> Iterator[int]:

@@ -31,7 +31,7 @@ from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint, rounded
 from ds_vertical.planner.linear_program import LpProblem, Solution
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
-from ds_vertical.planner.network import Network, level_choice
+from ds_vertical.planner.network import Network, level_choice, other_networks
 from ds_vertical.types import Placement, TensorKind, Tier, TierBytes, per_tier
 
 WINDOWS: Final = (1, 2, 3)
@@ -448,7 +448,7 @@ def _with_other_collectives(candidate: Candidate, rounding: bool) -> list[Candid
     for what in ("ranks", "copies", "bits") if rounding else ("ranks", "copies"):
         best = min((c for c in tried if c.choice.levels is not None), key=_estimate_s, default=candidate)
         network = best.shape.network or Network()
-        tried += [other for each in network.others(what) if _fits(other := _in_pairs(with_network(best, each)))]
+        tried += [other for each in other_networks(network, what) if _fits(other := _in_pairs(with_network(best, each)))]
     return tried[1:]
 
 

@@ -27,7 +27,7 @@ from ds_vertical.planner.costs import event_costs
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Machine, read_links
 from ds_vertical.planner.model_shape import ModelShape
-from ds_vertical.planner.network import Hop, LevelChoice, Network, level_choice, seconds_of
+from ds_vertical.planner.network import Hop, LevelChoice, Network, level_choice, other_networks, seconds_of
 from ds_vertical.planner.simulate import SimulationSettings, simulate
 from ds_vertical.schedule.events import Event, Op, Schedule, parse_events
 from ds_vertical.schedule.passes import TrainingStep, build_training
@@ -369,13 +369,13 @@ def test_levels_on_gpus_are_planned_where_they_are_assumed(tmp_path: Path, capsy
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8])
 def test_a_search_tries_all_ways_to_divide_a_node(ranks: int) -> None:
     network = Network(3, ranks, levels=ranks > 1)
-    found = [(each.w, each.g) for each in network.others("ranks")]
+    found = [(each.w, each.g) for each in other_networks(network, "ranks")]
     assert len(set(found)) == len(found) and (ranks, ranks) not in found
     for w in range(2, ranks + 1):
         for g in range(w, ranks + 1):
             fits = not ranks % g and not g % w and (w, g) != (ranks, ranks)
             assert ((w, g) in found) == fits
-    for each in network.others("ranks"):
+    for each in other_networks(network, "ranks"):
         Topology(each.num_ranks, each.g, each.w)  # which refuses what a run has not
 
 
