@@ -61,7 +61,7 @@ class Accelerator(Protocol):
         """Use another device from now on, on this thread."""
         ...
 
-    def current_stream(self) -> torch.cuda.Stream:
+    def current_stream(self) -> torch.Stream:
         """The stream on which the device works for this thread."""
         ...
 

@@ -14,11 +14,11 @@ from typing import Literal, Protocol
 import torch
 
 from ds_vertical.errors import GradientGoneError
+from ds_vertical.io import streams
 from ds_vertical.io.aio import DiskQueue, Transfer
 from ds_vertical.io.buffers import Reserve
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.extents import Extent
-from ds_vertical.io.streams import CopyEvent
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload.chunking import ALIGNMENT, FP32_BYTES, Part, spread_parts
 from ds_vertical.schedule.events import Unit
@@ -74,7 +74,7 @@ class _Held:
     data: torch.Tensor
     memory: _Memory
     uses: set[Use]
-    copied: CopyEvent | None = None
+    copied: streams.DeviceEvent | None = None
 
 
 @dataclass(eq=False)
@@ -300,7 +300,9 @@ def _parts_of(chunk: Parted) -> Iterator[tuple[Part, bool]]:
     yield from ((part, False) for part in chunk.delayed)
 
 
-def _fill(copies: Mapping[Part, torch.Tensor], sizes: Sequence[int], shares: Iterator[torch.Tensor]) -> CopyEvent | None:
+def _fill(
+    copies: Mapping[Part, torch.Tensor], sizes: Sequence[int], shares: Iterator[torch.Tensor]
+) -> streams.DeviceEvent | None:
     """Copy a chunk's shares, which come one after the other, into the memory of its parts; zeros where a share is shorter than
     its place. Returns what the host has to wait for ahead of a read; None where that is nothing."""
     start, copied = 0, None
@@ -314,8 +316,8 @@ def _fill(copies: Mapping[Part, torch.Tensor], sizes: Sequence[int], shares: Ite
                 data.narrow(0, first - part.start, filled - first).copy_(source, non_blocking=True)
             if filled < last:
                 data.narrow(0, filled - part.start, last - filled).zero_()
-        if share.is_cuda:
-            copied = torch.cuda.current_stream(share.device).record_event()
+        if streams.works_beside_host(share.device):
+            copied = streams.mark(streams.current_stream(share.device))
         del share  # ahead of the next one, whose reduction may need the memory
         start += size
     return copied

@@ -96,6 +96,8 @@ def _module() -> types.ModuleType:
     made.current_stream = torch.accelerator.current_stream
     made.set_stream = torch.accelerator.set_stream
     made.Stream, made.Event = torch.Stream, torch.Event
+    made.stream = lambda stream: stream  # a context manager by itself
+    made.get_device_name = lambda _=0: "late device"
     made.memory_allocated = torch.accelerator.memory_allocated
     made.max_memory_allocated = torch.accelerator.max_memory_allocated
     made.mem_get_info = torch.accelerator.get_memory_info

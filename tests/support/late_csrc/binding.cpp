@@ -11,6 +11,10 @@
 
 namespace py = pybind11;
 
+namespace late {
+at::Tensor in_a_kernel(const at::Tensor& tensor);  // the memory as the processor's tensor, for a kernel that begins now
+}
+
 namespace {
 
 using late::Guard;
@@ -86,6 +90,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
     m.def("default_generator", [](int device) -> at::Generator {
         return at::detail::getPrivateUse1Hooks().getDefaultGenerator(static_cast<c10::DeviceIndex>(device));
     });
+    m.def("in_a_kernel", &late::in_a_kernel);
     m.def("take_violations", &take_violations);
     m.def("set_raises", &set_raises);
     m.def("set_on_wait", &set_on_wait);
