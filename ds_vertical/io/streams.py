@@ -173,6 +173,31 @@ class CopyStream:
         return copied.synchronize
 
 
+class OutgoingStream:
+    """Copies from a device to page-locked host memory, beside its computation, in a stream that is made for the first of them.
+    Where the device is the host a copy is complete at once."""
+
+    def __init__(self) -> None:
+        self._stream: torch.Stream | None = None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy what the device has computed by then; `source` may be given up at once."""
+        if not works_beside_host(source.device):
+            target.copy_(source)
+            return
+        if self._stream is None:
+            self._stream = new_stream(source.device)
+            assert self._stream is not None
+        self._stream.wait_stream(current_stream(source.device))
+        with given_to(self._stream):
+            target.copy_(source, non_blocking=True)
+        source.record_stream(self._stream)
+
+    def mark(self) -> DeviceEvent | None:
+        """The event behind all copies so far; None where they are complete."""
+        return None if self._stream is None else mark(self._stream)
+
+
 class EventWindow:
     """How far the device may be behind the host, which releases memory that the device still uses: a number of releases.
 
@@ -190,11 +215,18 @@ class EventWindow:
         if self._record is not None:
             self._events.append(self._record())
 
-    def wait(self) -> None:
-        """Return once the device has no more than `most` of the marks ahead of it."""
-        while len(self._events) > self._most:
+    def wait(self, num_held: int = 1) -> None:
+        """Return once the device has no more than `most` of the marks ahead of it; less by one for each piece of memory beyond
+        the first that the host holds beside them."""
+        while self._events and len(self._events) + num_held > self._most + 1:
             self._events[0].synchronize()
             self._events.popleft()
+
+    def has_room(self, num_held: int) -> bool:
+        """Whether `wait` would return at once."""
+        while self._events and len(self._events) + num_held > self._most + 1 and self._events[0].query():
+            self._events.popleft()
+        return not self._events or len(self._events) + num_held <= self._most + 1
 
     def clear(self) -> None:
         """Forget the marks: the device has been waited for, or has failed."""

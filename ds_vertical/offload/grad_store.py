@@ -139,6 +139,7 @@ class HeldGradients:
         self._units: dict[Unit, _Unit] = {}
         self._owner: dict[int, Unit] = {}  # by chunk
         self._reserve = Reserve(_page_locked if page_locked else aligned)
+        self._outgoing = streams.OutgoingStream()
 
     @property
     def num_bytes(self) -> int:
@@ -164,7 +165,7 @@ class HeldGradients:
         whole = None
         if flat is not None and _lie_in(flat, sums.shares, [size for index in indices for size in self._chunks[index].sizes]):
             whole = _Memory(flat, sums.give_back)
-        start, left, copied = 0, iter(sums.shares), None
+        start, left = 0, iter(sums.shares)
         for index in indices:
             self._owner[index] = unit
             copies: dict[Part, torch.Tensor] = {}
@@ -176,8 +177,9 @@ class HeldGradients:
                     memory = _Memory(self._reserve.take(aligned_numel(part)), self._reserve.put_back, 1)
                     copies[part] = memory.tensor.narrow(0, 0, part.numel)
                     held.parts[part] = _Held(copies[part], memory, uses[part])
-            copied = _fill(copies, self._chunks[index].sizes, left) or copied
+            _fill(copies, self._chunks[index].sizes, left, self._outgoing)
             start += sum(self._chunks[index].sizes)
+        copied = self._outgoing.mark()
         for part in held.parts.values():
             part.copied = copied
         next(left, None)  # what gives the shares comes to its end
@@ -301,11 +303,14 @@ def _parts_of(chunk: Parted) -> Iterator[tuple[Part, bool]]:
 
 
 def _fill(
-    copies: Mapping[Part, torch.Tensor], sizes: Sequence[int], shares: Iterator[torch.Tensor]
-) -> streams.DeviceEvent | None:
+    copies: Mapping[Part, torch.Tensor],
+    sizes: Sequence[int],
+    shares: Iterator[torch.Tensor],
+    outgoing: streams.OutgoingStream,
+) -> None:
     """Copy a chunk's shares, which come one after the other, into the memory of its parts; zeros where a share is shorter than
-    its place. Returns what the host has to wait for ahead of a read; None where that is nothing."""
-    start, copied = 0, None
+    its place. `outgoing` has the event that the host waits for ahead of a read."""
+    start = 0
     for size in sizes:
         share = next(shares)
         for part, data in copies.items():
@@ -313,14 +318,12 @@ def _fill(
             filled = max(first, min(last, start + share.numel()))
             if first < filled:
                 source = share.narrow(0, first - start, filled - first)
-                data.narrow(0, first - part.start, filled - first).copy_(source, non_blocking=True)
+                outgoing.copy(data.narrow(0, first - part.start, filled - first), source)
+                del source
             if filled < last:
                 data.narrow(0, filled - part.start, last - filled).zero_()
-        if streams.works_beside_host(share.device):
-            copied = streams.mark(streams.current_stream(share.device))
         del share  # ahead of the next one, whose reduction may need the memory
         start += size
-    return copied
 
 
 def _page_locked(numel: int) -> torch.Tensor:

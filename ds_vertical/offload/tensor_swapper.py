@@ -283,8 +283,9 @@ class TensorSwapper:
 
     def drop(self, swapped: SwappedTensor) -> None:
         """Forget a swapped tensor, which must not be on its way back. Raises DiskError for a write of it that failed."""
-        self.wait_written(swapped)
-        self._forget(swapped)
+        if swapped.tier is Tier.SSD:
+            self.wait_written(swapped)
+        self._forget(swapped)  # the next copy into its host memory stands behind this one's in the same stream
 
     def abandon(self) -> None:
         """Forget everything, after an error, once nothing is in flight any more."""

@@ -8,6 +8,7 @@ import sys
 
 import forks
 import late_cases
+import late_copies
 import pytest
 from places import SUPPORT
 
@@ -22,6 +23,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.parametrize("name", sorted(late_cases.CASES))
+@pytest.mark.parametrize("name", sorted(late_cases.CASES | late_copies.CASES))
 def test_what_the_late_device_does_and_catches(outcomes: dict[str, str | None], name: str) -> None:
     assert outcomes[name] is None, outcomes[name]

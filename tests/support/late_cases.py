@@ -1,4 +1,5 @@
-"""What the late device does, and what it catches. Run by tests/io/test_late_device.py, in a process of their own:
+"""What the late device does, and what it catches. Run by tests/io/test_late_device.py, in a process of their own, with those
+of `late_copies`, which are of our code:
 
     python tests/support/late_cases.py FILE
 
@@ -8,44 +9,24 @@ Writes by case None, or how it failed. Each case plants what a test of the produ
 from __future__ import annotations
 
 import json
-import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
+import late_copies
 import late_device
 import torch
+from late_copies import DEVICE, caught, current, page_locked
 from torch import nn
 
 CASES: dict[str, Callable[[], None]] = {}
-DEVICE = torch.device("privateuseone", 0)  # "late" once it is in use
 
 
 def case(function: Callable[[], None]) -> Callable[[], None]:
     CASES[function.__name__] = function
     return function
-
-
-@contextmanager
-def caught(pattern: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        assert re.search(pattern, str(error)), error
-        late_device.library().take_violations()
-        return
-    raise AssertionError(f"nothing has raised {pattern!r}")
-
-
-def page_locked(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32).pin_memory()
-
-
-def current() -> torch.Stream:
-    return torch.accelerator.current_stream()
 
 
 @case
@@ -287,7 +268,7 @@ def a_second_device_has_streams_and_memory_of_its_own() -> None:
 def main(file: str) -> int:
     late_device.use()
     found: dict[str, str | None] = {}
-    for name, function in CASES.items():
+    for name, function in (CASES | late_copies.CASES).items():
         try:
             function()
             left = late_device.library().take_violations()

@@ -125,4 +125,6 @@ def main(folder: str, *names: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    import late_worker  # what is pickled is of a module that the test imports, too
+
+    sys.exit(late_worker.main(*sys.argv[1:]))

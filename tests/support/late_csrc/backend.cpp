@@ -121,7 +121,10 @@ public:
     {
         auto& world = World::get();
         Guard guard(world.lock);
-        return world.is_done(**static_cast<Held*>(event));
+        const auto& mark = **static_cast<Held*>(event);
+        const bool is_done = world.is_done(mark);
+        if (is_done) { world.host_waits(mark); }  // it knows now
+        return is_done;
     }
 
     void synchronizeEvent(void* event) const override

@@ -370,10 +370,17 @@ Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking)
     const bool among = is_late(source) && is_late(dst);
     const auto number = current_stream(number_of_device(is_late(dst) ? dst : source));
     const auto& host = is_late(dst) ? source : dst;
-    const bool later = !among && non_blocking && is_page_locked(host) && is_dense_like(source, dst);
-    if (later) {
-        queue_copy(source, dst, number);
-        return dst;
+    if (!among && non_blocking && is_page_locked(host)) {
+        if (is_dense_like(source, dst)) {
+            queue_copy(source, dst, number);
+            return dst;
+        }
+        if (is_late(source) && dst.is_contiguous()) {  // the device converts, ahead of the copy
+            const auto converted = at::empty(dst.sizes(), source.options().dtype(dst.dtype()));
+            copy_now(source, converted, number);
+            queue_copy(converted, dst, number);
+            return dst;
+        }
     }
     copy_now(source, dst, number);
     if (!among) {
