@@ -175,10 +175,14 @@ class CopyStream:
 
 class OutgoingStream:
     """Copies from a device to page-locked host memory, beside its computation, in a stream that is made for the first of them.
-    Where the device is the host a copy is complete at once."""
+    Where the device is the host a copy is complete at once.
+
+    What is copied takes device memory until then. So the copies up to one mark may be under way, and no more.
+    """
 
     def __init__(self) -> None:
         self._stream: torch.Stream | None = None
+        self._marked: DeviceEvent | None = None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy what the device has computed by then; `source` may be given up at once."""
@@ -194,8 +198,13 @@ class OutgoingStream:
         source.record_stream(self._stream)
 
     def mark(self) -> DeviceEvent | None:
-        """The event behind all copies so far; None where they are complete."""
-        return None if self._stream is None else mark(self._stream)
+        """The event behind all copies so far; None where they are complete. Waits for those up to the mark before."""
+        if self._stream is None:
+            return None
+        before, self._marked = self._marked, mark(self._stream)
+        if before is not None:
+            before.synchronize()
+        return self._marked
 
 
 class EventWindow:

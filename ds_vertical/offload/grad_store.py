@@ -80,15 +80,29 @@ class _Held:
 @dataclass(eq=False)
 class _Unit:
     """A unit's gradients: those in memory, and which are (or will be) in the file. `lock`: of all units, whose parts may lie
-    in one memory."""
+    in one memory. `unwritten`: parts that are to be written once they have arrived in host memory."""
 
     lock: threading.Lock
+    file: GradientFile
     parts: dict[Part, _Held] = field(default_factory=dict)
     on_ssd: set[Part] = field(default_factory=set)
+    unwritten: list[Part] = field(default_factory=list)
     writes: list[tuple[Part, Transfer]] = field(default_factory=list)
 
+    def start_writes(self, wait: bool = False) -> None:
+        """Start the writes of what has arrived in host memory; all of them, with `wait`."""
+        while self.unwritten:
+            entry = self.parts[self.unwritten[0]]
+            if entry.copied is not None and not wait and not entry.copied.query():
+                return
+            if entry.copied is not None:
+                entry.copied.synchronize()
+            self.writes.append((self.unwritten[0], self.file.write(self.unwritten[0], entry.data)))
+            del self.unwritten[0]
+
     def wait_written(self) -> None:
-        """Return when all that is being written is on SSD, and give its memory back. Raises DiskError."""
+        """Return when all that is to be written is on SSD, and give its memory back. Raises DiskError."""
+        self.start_writes(wait=True)
         for part, transfer in self.writes:
             transfer.wait()
             self.finish(part, "write")
@@ -153,7 +167,7 @@ class HeldGradients:
         `final`: for good. Returns whether `sums.flat` itself is held: then `sums.give_back` will be called with it.
         """
         self.drop(unit)
-        held = self._units[unit] = _Unit(self._lock)
+        held = self._units[unit] = _Unit(self._lock, self.file)
         uses = {
             part: self._uses(part, is_early and early, final)
             for index in indices
@@ -186,14 +200,15 @@ class HeldGradients:
         return whole is not None and whole.num_users > 0
 
     def write(self, unit: Unit) -> Ticket | None:
-        """Start writing what of a unit waits on SSD; the ticket's wait gives its memory back. Raises DiskError there."""
+        """Start writing what of a unit waits on SSD; the ticket's wait gives its memory back. Raises DiskError there. What is
+        yet to arrive in host memory is written later, when this is called for another unit, or the ticket waited for."""
         held = self._units.get(unit)
         if held is None or not held.on_ssd:
             return None
-        for part in sorted(held.on_ssd, key=lambda part: (part.chunk, part.start)):
-            self.wait(part)
-            held.writes.append((part, self.file.write(part, held.parts[part].data)))
-        num_bytes = sum(transfer.num_bytes for _, transfer in held.writes)
+        held.unwritten = sorted(held.on_ssd, key=lambda part: (part.chunk, part.start))
+        num_bytes = FP32_BYTES * sum(map(aligned_numel, held.unwritten))
+        for each in self._units.values():
+            each.start_writes()
         return Ticket(f"hold {unit}", held.wait_written, num_bytes)
 
     def extents(self, part: Part) -> list[Extent]:
@@ -240,9 +255,10 @@ class HeldGradients:
     def drop(self, unit: Unit) -> None:
         """Give all memory of a unit's gradients back. None of them may be in use, nor being written."""
         held = self._units.get(unit)
-        for part in list(held.parts) if held is not None else ():
-            assert held is not None
-            held.release(part)
+        if held is not None:
+            held.unwritten.clear()
+            for part in list(held.parts):
+                held.release(part)
         self._units.pop(unit, None)
 
     def abandon(self, due: Collection[Unit]) -> OSError | None:

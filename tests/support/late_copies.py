@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import late_device
 import torch
 from chunks import a_chunk, no_queue
 
+from ds_vertical.compat.ops import load
+from ds_vertical.io.files import preallocate
 from ds_vertical.io.streams import CopyStream, EventWindow, OutgoingStream, mark, recorder
 from ds_vertical.offload.grad_store import GradientFile, HeldGradients, ReducedSums
 from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
@@ -104,6 +108,31 @@ def places(sizes: list[int]) -> Iterator[tuple[int, int]]:
     for size in sizes:
         yield start, size
         start += size
+
+
+@case
+def gradients_on_their_way_to_an_ssd_are_not_waited_for() -> None:
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+
+    chunk = a_chunk(0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "gradients.swp")
+        file = GradientFile(path, chunk.parts("all"), partial(load.new_disk_queue, get_aio_config({})))
+        preallocate(file.sizes)
+        held = HeldGradients([chunk], file, False, page_locked=True)
+        flat = torch.arange(float(sum(chunk.sizes)), device=DEVICE)
+        with late_device.waits() as waits:
+            shares = list(flat.split(list(chunk.sizes)))
+            held.hold(3, [0], ReducedSums(shares, None, lambda _: None), early=False, final=False)
+            ticket = held.write(3)
+        assert ticket is not None and ticket.num_bytes == sum(file.sizes.values()) and not waits
+        ticket.wait()
+        written = torch.from_file(str(path), size=ticket.num_bytes // 4)
+        found = [
+            written.narrow(0, extent.offset // 4, part.numel) for part in chunk.parts("all") for extent in file.extents(part)
+        ]
+        assert torch.equal(torch.cat(found), flat.cpu())
+        held.close()
 
 
 @case

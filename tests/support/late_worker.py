@@ -13,14 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 # run as a script, so this folder is first on the path
 import harness
 import torch
-from models import MixerModel, token_batches
+from models import MixerBlock, MixerModel, token_batches
 
 NUM_LAYERS = 3
 NUM_MICRO_BATCHES = 3
@@ -29,20 +28,69 @@ WIDTH = 768  # a matrix of two bytes an element is over 1 MiB, and so on SSD
 
 @dataclass(frozen=True)
 class Case:
-    """`options`: of `harness.base_config`. `fast`: whether the fast suite has it."""
+    """`options`: of `harness.base_config`. `fast`: whether the fast suite has it. `between`: called after the first step with
+    the engine, batches for it and a folder; gives losses to compare."""
 
     options: dict[str, Any]
     num_steps: int = 2
     fast: bool = False
+    between: Callable[[Any, harness.Batches, Path], list[float]] = lambda *_: []
+
+
+class FailingBlock(MixerBlock):
+    """`calls_left`: after so many calls of such blocks one raises Failure, once."""
+
+    calls_left: ClassVar[int] = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        FailingBlock.calls_left -= 1
+        if FailingBlock.calls_left == 0:
+            raise Failure
+        return super().forward(x)
+
+
+class Failure(Exception):
+    """As users' code may raise it."""
+
+
+def build_model() -> MixerModel:
+    model = MixerModel(NUM_LAYERS, WIDTH, dropout=0.1)
+    for block in model.blocks:
+        block.__class__ = FailingBlock
+    return model
+
+
+def use_engine(engine: Any, batches: harness.Batches, folder: Path) -> list[float]:
+    """An evaluation, steps that fail in the forward and in the backward, a checkpoint, a step, and the checkpoint again."""
+    losses = [engine.eval_batch(iter(batches[0]))]
+    for calls in (5, NUM_LAYERS * NUM_MICRO_BATCHES + 2):
+        FailingBlock.calls_left = calls
+        try:
+            engine.train_batch(iter(batches[0]))
+        except Failure:
+            pass
+        else:
+            raise AssertionError(f"no call was the last of {calls}")
+    engine.save_checkpoint(str(folder / "saved"))
+    losses.append(engine.train_batch(iter(batches[1])))
+    losses.append(engine.eval_batch(iter(batches[0])))
+    engine.load_checkpoint(str(folder / "saved"))
+    losses.append(engine.eval_batch(iter(batches[0])))
+    return [loss.item() for loss in losses]
 
 
 def _case(dtype: str, clip: float, section: dict[str, Any] | None = None, **options: Any) -> Case:
     return Case({"dtype": dtype, "clip": clip, "section": section} | options)
 
 
+IN_HOST = _case("fp32", 0.0, params="cpu", optimizer="cpu")
 CASES = {
     "bf16, clipped": replace(_case("bf16", 1.0), fast=True),
     "fp32, clipped": replace(_case("fp32", 1.0), fast=True),
+    "bf16, with other calls between the steps": replace(_case("bf16", 1.0), fast=True, between=use_engine),
+    "fp32, all in host memory, with other calls": replace(
+        _case("fp32", 0.0, params="cpu", optimizer="cpu"), between=use_engine
+    ),
     "fp32, half of each layer late": _case("fp32", 0.0, {"optimizer_delay": 0.5}),
     "bf16, all late": _case("bf16", 1.0, {"optimizer_delay": 1.0}),
     "bf16, early steps that are redone": _case("bf16", 0.05, {"optimizer_speculation": True, "optimizer_delay": 0.3}),
@@ -78,16 +126,18 @@ def train(case: Case, folder: Path, watch: Watch = nullcontext) -> harness.Run:
     config = harness.base_config(folder, num_micro_batches=NUM_MICRO_BATCHES, **case.options)
     if case.options.get("params", "nvme") == "nvme":
         harness.small_buffers(config, WIDTH * WIDTH)
-    build = partial(MixerModel, NUM_LAYERS, WIDTH, dropout=0.1)
-    engine, model = harness.build_engine(config, build, vertical=True, recording=False)
+    engine, model = harness.build_engine(config, build_model, vertical=True, recording=False)
     run = harness.Run()
-    losses = []
+    losses, others = [], []
+    batches = token_batches(case.num_steps + 2, NUM_MICRO_BATCHES, rows=1, shortest=5)
     try:
-        for batch in token_batches(case.num_steps, NUM_MICRO_BATCHES, rows=1, shortest=5):
+        for step, batch in enumerate(batches[: case.num_steps]):
             with watch():
                 losses.append(engine.train_batch(iter(batch)))
             run.norms.append(float(engine.get_global_grad_norm()))
-        run.losses = [loss.item() for loss in losses]
+            if step == 0:
+                others = case.between(engine, batches[-2:], folder)
+        run.losses = [loss.item() for loss in losses] + others
         run.weights, run.state = harness.read_weights(model), harness.read_state(engine, model)
     finally:
         harness.dispose(engine)
