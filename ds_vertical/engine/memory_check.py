@@ -1,8 +1,8 @@
 """The memory budget of a run that is about to start: its model and JSON in the terms of `memory_budget`, against what the host
 has.
 
-Activations are left out: how large they are shows with the first batch. So what is asked of a device is the least that it needs:
-the logits of a large vocabulary come on top.
+Activations are left out: how large they are shows with the first batch. So what is asked of a device is the least that it
+needs: the logits of a large vocabulary come on top.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ ALL = [pytest.param(name, marks=() if case.fast else pytest.mark.slow) for name,
 def train_late(folder: Path, names: Collection[str]) -> dict[str, Outcome]:
     """Each case, one after the other in one process whose accelerator the late device is."""
     command = [sys.executable, str(SUPPORT / "late_worker.py"), str(folder), *names]
-    done = forks.run(folder, command, os.environ | {"OMP_NUM_THREADS": "1"}, timeout=500)
+    done = forks.run(folder, command, os.environ | {"OMP_NUM_THREADS": "1"}, timeout=250)
     assert done.returncode == 0, done.stderr[-4000:]
     return {name: torch.load(folder / f"{name}.pt", weights_only=False) for name in names}
 
@@ -59,11 +59,11 @@ def test_the_host_waits_a_few_times_a_step_and_for_no_fetch(late: Callable[[str]
         by_site[wait.site] += count
     moving = by_site.pop("batch.py:<lambda>")  # users' tensors, in pageable memory, go to the device
     assert moving == 6
-    assert by_site.pop("param_shards.py:_wait_copies") == 1  # the pass is over: shards may be changed
     assert by_site.pop("zero_optimizer.py:group_norms") <= 3
     assert by_site.pop("zero_optimizer.py:open_step") == 1
-    assert set(by_site) <= {"streams.py:wait", "grad_store.py:wait", "buffers.py:take"}, by_site
-    assert sum(by_site.values()) <= 2 * NUM_LAYERS
+    known = {"streams.py:wait", "streams.py:mark", "grad_store.py:wait", "buffers.py:take", "param_shards.py:_wait_copies"}
+    assert set(by_site) <= known, by_site
+    assert sum(by_site.values()) <= 2 * NUM_LAYERS + 2, by_site
 
 
 @pytest.mark.slow

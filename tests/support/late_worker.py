@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 # run as a script, so this folder is first on the path
 import harness
+import pytest
 import torch
 from models import MixerBlock, MixerModel, token_batches
 
 NUM_LAYERS = 3
 NUM_MICRO_BATCHES = 3
+FAILS_FORWARD, FAILS_BACKWARD = 20, 30  # tokens of the last micro-batch of a step that fails
 WIDTH = 768  # a matrix of two bytes an element is over 1 MiB, and so on SSD
 
 
@@ -38,19 +40,23 @@ class Case:
 
 
 class FailingBlock(MixerBlock):
-    """`calls_left`: after so many calls of such blocks one raises Failure, once."""
-
-    calls_left: ClassVar[int] = -1
+    """With sequences of one length its forward raises Failure, with those of another its backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        FailingBlock.calls_left -= 1
-        if FailingBlock.calls_left == 0:
+        if x.shape[1] == FAILS_FORWARD:
             raise Failure
-        return super().forward(x)
+        result = super().forward(x)
+        if x.shape[1] == FAILS_BACKWARD and result.requires_grad:
+            result.register_hook(fail)
+        return result
 
 
 class Failure(Exception):
     """As users' code may raise it."""
+
+
+def fail(_: torch.Tensor) -> None:
+    raise Failure
 
 
 def build_model() -> MixerModel:
@@ -63,14 +69,10 @@ def build_model() -> MixerModel:
 def use_engine(engine: Any, batches: harness.Batches, folder: Path) -> list[float]:
     """An evaluation, steps that fail in the forward and in the backward, a checkpoint, a step, and the checkpoint again."""
     losses = [engine.eval_batch(iter(batches[0]))]
-    for calls in (5, NUM_LAYERS * NUM_MICRO_BATCHES + 2):
-        FailingBlock.calls_left = calls
-        try:
-            engine.train_batch(iter(batches[0]))
-        except Failure:
-            pass
-        else:
-            raise AssertionError(f"no call was the last of {calls}")
+    for longest in (FAILS_FORWARD, FAILS_BACKWARD):
+        [failing] = token_batches(1, NUM_MICRO_BATCHES, rows=1, shortest=longest - NUM_MICRO_BATCHES + 1)
+        with pytest.raises(Failure):
+            engine.train_batch(iter(failing))
     engine.save_checkpoint(str(folder / "saved"))
     losses.append(engine.train_batch(iter(batches[1])))
     losses.append(engine.eval_batch(iter(batches[0])))
