@@ -90,14 +90,14 @@ def module_of(device: torch.device) -> DeviceModule:
 
 
 @functools.cache
-def accelerator() -> torch.device | None:
+def kind_beside_host() -> torch.device | None:
     """The kind of device beside the host that this process has; None where there is none."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def module_in_use() -> DeviceModule | None:
     """The module of the device beside the host, once this process has set that up: until then it has no state."""
-    found = accelerator()
+    found = kind_beside_host()
     if found is None:
         return None
     module = module_of(found)
@@ -119,7 +119,7 @@ def given_to(stream: torch.Stream) -> contextlib.AbstractContextManager[object]:
     return module_of(stream.device).stream(stream)
 
 
-def mark(stream: torch.Stream) -> DeviceEvent:
+def record_event(stream: torch.Stream) -> DeviceEvent:
     """The event behind all that a stream has been given so far. A thread that waits for it sleeps where the device's module can
     do that, so that other threads have its core."""
     module: Any = module_of(stream.device)
@@ -165,7 +165,7 @@ class CopyStream:
             return nothing_to_wait_for
         with given_to(self._stream):
             tensors = issue()
-            copied = mark(self._stream)
+            copied = record_event(self._stream)
         current = current_stream(self._stream.device)
         copied.wait(current)
         for tensor in tensors:
@@ -201,7 +201,7 @@ class OutgoingStream:
         """The event behind all copies so far; None where they are complete. Waits for those up to the mark before."""
         if self._stream is None:
             return None
-        before, self._marked = self._marked, mark(self._stream)
+        before, self._marked = self._marked, record_event(self._stream)
         if before is not None:
             before.synchronize()
         return self._marked
@@ -244,4 +244,4 @@ class EventWindow:
 
 def recorder(device: torch.device) -> Callable[[], DeviceEvent] | None:
     """The `record` of an `EventWindow` over the device's current stream; None for a device without streams."""
-    return (lambda: mark(current_stream(device))) if works_beside_host(device) else None
+    return (lambda: record_event(current_stream(device))) if works_beside_host(device) else None

@@ -48,7 +48,7 @@ class AutocastState:
 
 @functools.cache
 def _autocast_device_types() -> tuple[str, ...]:
-    beside = streams.accelerator()
+    beside = streams.kind_beside_host()
     return ("cpu",) if beside is None else ("cpu", beside.type)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -321,8 +320,9 @@ class Landing:
 
     def bring(self, params: Sequence[nn.Parameter]) -> Callable[[], None]:
         """Assemble full parameters from shards that are in memory. Returns what waits for the copies of these."""
-        whole = zero_params.copy_to_device if self.is_copy else partial(zero_params.gather, group=self._group)
-        self._wait_last = self._lane.run(lambda: whole(params))
+        self._wait_last = self._lane.run(
+            lambda: zero_params.copy_to_device(params) if self.is_copy else zero_params.gather(params, self._group)
+        )
         return self._wait_last
 
     def release(self, residents: Mapping[Unit, Resident]) -> None:

@@ -202,7 +202,7 @@ class TensorSwapper:
                 piece.copy_(tensor, non_blocking=self._stream is not None)
                 if self._stream is not None:
                     tensor.record_stream(self._stream)
-            swapped.copied = streams.mark(self._stream) if self._stream is not None else None
+            swapped.copied = streams.record_event(self._stream) if self._stream is not None else None
         if tier is Tier.SSD:
             self._unwritten.append(swapped)
             self._advance()
@@ -263,7 +263,7 @@ class TensorSwapper:
                 for piece, target in zip(_pieces(source, targets), targets, strict=True):
                     target.copy_(piece, non_blocking=self._stream is not None)
                 if self._stream is not None:
-                    swapped.landed = streams.mark(self._stream)
+                    swapped.landed = streams.record_event(self._stream)
                     if buffer is not None:
                         buffer.wait_copies = swapped.landed.synchronize
         finally:

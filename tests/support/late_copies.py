@@ -15,8 +15,9 @@ from chunks import a_chunk, no_queue
 
 from ds_vertical.compat.ops import load
 from ds_vertical.io.files import preallocate
-from ds_vertical.io.streams import CopyStream, EventWindow, OutgoingStream, mark, recorder
+from ds_vertical.io.streams import CopyStream, EventWindow, OutgoingStream, record_event, recorder
 from ds_vertical.offload.grad_store import GradientFile, HeldGradients, ReducedSums
+from ds_vertical.offload.param_shards import Landing, Resident
 from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
 from ds_vertical.types import Tier
 
@@ -92,7 +93,7 @@ def gradients_leave_beside_the_computation() -> None:
             shares = (flat.narrow(0, start, length).clone() for start, length in places(chunk.sizes))
             held.hold(3, [0], ReducedSums(shares, None, lambda _: None), early=True, final=True)
             del flat
-            behind = mark(current())
+            behind = record_event(current())
             torch.ones(1, device=DEVICE) + 1
             assert behind.query()  # the computation goes on
         assert not waits  # and so does the host
@@ -187,6 +188,18 @@ def swapped_tensors_come_back_without_a_wait_of_the_host() -> None:
         assert not waits, waits
         assert total.item() == 5000 * (turn + 1)
     swapper.close()
+
+
+@case
+def a_pass_ends_when_the_last_shard_is_copied() -> None:
+    landing = Landing(DEVICE, None, 1)
+    assert landing.is_copy
+    with late_device.waits() as waits:
+        landing.bring([])
+        landing.release({0: Resident(None, [], [])})
+        assert not waits
+        landing.release({})
+    assert [wait.what for wait in waits.elements()] == ["event"]
 
 
 @case

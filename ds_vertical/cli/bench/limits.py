@@ -490,12 +490,9 @@ def layer_seconds(options: argparse.Namespace, config: JsonObject) -> dict[str, 
 
 
 def _synchronize() -> None:
-    import torch
+    from ds_vertical.compat.accelerator import synchronize
 
-    from ds_vertical.io import streams
-
-    if accelerator() != "cpu":
-        streams.module_of(torch.device(accelerator())).synchronize()
+    synchronize()
 
 
 if __name__ == "__main__":
