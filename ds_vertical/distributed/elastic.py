@@ -20,12 +20,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median_low
-from typing import Final
+from typing import Final, NoReturn
 
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.step_shares import StepShares
-from ds_vertical.errors import ConfigError
+from ds_vertical.errors import ConfigError, LoopError
 from ds_vertical.schedule.events import Event, Op
 from ds_vertical.schedule.trace import Tracer
 from ds_vertical.types import ElasticSettings
@@ -33,9 +33,10 @@ from ds_vertical.types import ElasticSettings
 _KEY: Final = "vertical_schedule.elastic"
 GAIN: Final = 1.03  # by which the slowest rank's seconds must fall for counts to change
 MEASURED: Final = 3  # steps, of whose seconds the median counts
-_LINE: Final = re.compile(r"elastic: from step (\d+): micro-batches(( \d+)+)")
+_LINE: Final = re.compile(r"elastic: (?:engine (\d+): )?from step (\d+): micro-batches(( \d+)+)")
 _GIGA: Final = 1_000_000_000
 RankCounts = tuple[int, ...]  # by rank
+_num_engines = 0  # of this process, with `elastic`
 
 
 class ComputeMeter(Tracer):
@@ -64,13 +65,20 @@ class ComputeMeter(Tracer):
 
 
 class ElasticCounts:
-    """The counts of one run. `total`: of all ranks in a step; `most`: of a rank. `replayed`: by the step from which they hold,
-    those of a log; None: they are measured. See [Note: agreed counts]."""
+    """The counts of one engine. `total`: of all ranks in a step; `most`: of a rank. `replayed`: by the step from which they
+    hold, those of a log; None: they are measured. `number`: of the engine, see [Note: the record]. See also
+    [Note: agreed counts]."""
 
     def __init__(
-        self, settings: ElasticSettings, total: int, most: int, replayed: Mapping[int, RankCounts] | None = None
+        self,
+        settings: ElasticSettings,
+        total: int,
+        most: int,
+        replayed: Mapping[int, RankCounts] | None = None,
+        number: int = 1,
     ) -> None:
         self._bounds = settings.min_micro_batches, most
+        self._name = _named(number)
         self._measures = replayed is None
         self._from_step: dict[int, RankCounts] = dict(replayed or {})
         self._even = even_counts(total, ranks.world_size())
@@ -80,6 +88,35 @@ class ElasticCounts:
         self._warned = False
         self._meter: ComputeMeter | None = None
         self._measured: deque[int] = deque(maxlen=MEASURED)
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the counts are those of a log."""
+        return not self._measures
+
+    @property
+    def most(self) -> int:
+        """The most micro-batches that a rank brings to a step: of a log, or of the bounds."""
+        return self._bounds[1] if self._measures else max(map(max, self._from_step.values()))
+
+    @property
+    def least_most(self) -> int:
+        """The least `max_micro_batches` with which the ranks can bring their total."""
+        return max(self._even)
+
+    @staticmethod
+    def count_engine() -> None:
+        """The engine of these counts has been made: the next one of this process has the next number."""
+        global _num_engines
+        _num_engines += 1
+
+    @staticmethod
+    def refuse_loop() -> NoReturn:
+        """Raises LoopError, in a Trainer or a loop of the three calls: those bring as many micro-batches as they have."""
+        raise LoopError(
+            f"{_KEY}: got counts for each rank, and a Trainer, or a loop that calls the engine for each micro-batch, which"
+            " brings as many as it has; remove elastic, or call engine.train_batch(data_iter)"
+        )
 
     def metered(self, tracer: Tracer) -> Tracer:
         """What the engine takes for its tracer: that one, with a meter before it where counts are measured."""
@@ -100,7 +137,7 @@ class ElasticCounts:
         counts, told = self.counts(step), self._told
         if told is None or told[1] != counts or step not in (told[0], told[0] + 1):
             source = "" if self._measures else "by the log, "
-            accelerator.log(f"ds_vertical: elastic: {source}from step {step}: micro-batches {' '.join(map(str, counts))}")
+            accelerator.log(f"ds_vertical: {self._name}: {source}from step {step}: micro-batches {' '.join(map(str, counts))}")
         self._told = step, counts
         return counts[ranks.rank()]
 
@@ -140,8 +177,8 @@ class ElasticCounts:
         self._warned = True
         brought, wanted = (" ".join(map(str, counts)) for counts in (shares.counts, self.counts(step)))
         accelerator.log(
-            f"ds_vertical: warning: elastic: the ranks bring {brought} micro-batches to step {step}, in place of {wanted}: an"
-            " iterator has ended; give train_batch one iterator for the whole run, since a rank leaves in one for each step"
+            f"ds_vertical: warning: {self._name}: the ranks bring {brought} micro-batches to step {step}, in place of {wanted}:"
+            " an iterator has ended; give train_batch one iterator for the whole run, since a rank leaves in one for each step"
             " what is beyond its count"
         )
 
@@ -181,13 +218,20 @@ def open_elastic(settings: ElasticSettings | None, micro_batches: int, measures:
         )
     total, most = settings.total_of(micro_batches, num_ranks), settings.most_of(micro_batches, num_ranks)
     _refuse_total(settings, micro_batches, num_ranks)
+    number = _num_engines + 1
     if settings.counts is None:
         _refuse_measuring(measures)
-        return ElasticCounts(settings, total, most)
+        return ElasticCounts(settings, total, most, number=number)
     with ranks.all_or_none(f"{_KEY}.counts"):
         text = _read(settings.counts) if ranks.rank() == 0 else ""
-    text = ranks.all_gathered(text)[0]
-    return ElasticCounts(settings, total, most, read_counts(text, settings, micro_batches, num_ranks))
+    text, number = ranks.all_gathered((text, number))[0]
+    found = read_counts(text, settings, micro_batches, num_ranks, number)
+    return ElasticCounts(settings, total, most, found, number)
+
+
+def _named(number: int) -> str:
+    """What the lines of an engine begin with."""
+    return "elastic" if number == 1 else f"elastic: engine {number}"
 
 
 def _shown(settings: ElasticSettings) -> str:
@@ -237,19 +281,36 @@ def _read(path: str) -> str:
         ) from error
 
 
-def read_counts(text: str, settings: ElasticSettings, micro_batches: int, num_ranks: int) -> dict[int, RankCounts]:
-    """The counts of a log, by the step from which they hold: see [Note: the record]. Raises ConfigError."""
-    found: dict[int, RankCounts] = {}
-    for match in _LINE.finditer(text):
-        step, counts = int(match[1]), tuple(map(int, match[2].split()))
-        _refuse_counts(step, counts, settings, settings.total_of(micro_batches, num_ranks), num_ranks)
-        found = {first: each for first, each in found.items() if first < step} | {step: counts}
-    if not found:
+def read_counts(
+    text: str, settings: ElasticSettings, micro_batches: int, num_ranks: int, number: int = 1
+) -> dict[int, RankCounts]:
+    """The counts of a log for the engine of that number, by the step from which they hold: see [Note: the record]. Raises
+    ConfigError."""
+    lines = [(int(match[1] or 1), int(match[2]), tuple(map(int, match[3].split()))) for match in _LINE.finditer(text)]
+    if not lines:
         raise ConfigError(
             f'{_KEY}.counts: got {json.dumps(settings.counts)}, which has no line such as "elastic: from step 1: micro-batches'
             f' {" ".join(["4"] * num_ranks)}"; write the log of a run with elastic, or null'
         )
+    engine = _engine_of({each for each, _, _ in lines}, settings, number)
+    found: dict[int, RankCounts] = {}
+    for step, counts in ((step, counts) for each, step, counts in lines if each == engine):
+        _refuse_counts(step, counts, settings, settings.total_of(micro_batches, num_ranks), num_ranks)
+        found = {first: each for first, each in found.items() if first < step} | {step: counts}
     return found
+
+
+def _engine_of(engines: set[int], settings: ElasticSettings, number: int) -> int:
+    """Whose lines the engine of this number takes, of a log with the lines of these engines."""
+    if len(engines) == 1:
+        return next(iter(engines))
+    if number not in engines:
+        raise ConfigError(
+            f"{_KEY}.counts: got {json.dumps(settings.counts)}, with the counts of engines"
+            f" {', '.join(map(str, sorted(engines)))} of one process, and this is engine {number} with elastic in its process;"
+            " write a file with the lines of one engine alone, or null"
+        )
+    return number
 
 
 def _refuse_counts(step: int, counts: RankCounts, settings: ElasticSettings, total: int, num_ranks: int) -> None:

@@ -257,7 +257,9 @@ def _initialize_stock(config: dict[str, Any], resolved: RunSettings | None, **kw
     if resolved is not None:
         loop.elastic = open_elastic(resolved.elastic, returned[0].gradient_accumulation_steps(), measures=False)
     _bind(returned[0], loop)
-    if compat_engine.is_patched():
+    if loop.elastic is not None:
+        loop.elastic.count_engine()
+    if compat_engine.is_patched() or loop.elastic is not None:  # whose counts the three calls would ignore
         loop.watch()
     return returned
 

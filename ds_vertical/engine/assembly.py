@@ -16,8 +16,10 @@ from ds_vertical.compat import accelerator, pinned_memory, swap_buffers, zero_op
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.compat.ops.load import new_disk_queue
 from ds_vertical.distributed import ranks
+from ds_vertical.distributed.elastic import ElasticCounts
 from ds_vertical.distributed.unit_levels import UnitLevels
 from ds_vertical.engine.handlers import LossScale, ScheduleRunner
+from ds_vertical.engine.keeping.growth import PassingBytes, growth
 from ds_vertical.engine.keeping.keeping import RunKeeping, describe_keeping
 from ds_vertical.engine.keeping.planner import KeepPlanner
 from ds_vertical.engine.signals import Stopping
@@ -31,9 +33,9 @@ from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.offload.activation_store import ActivationStore
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts, SumPlace
-from ds_vertical.offload.kept_store import KEPT_REMEDY, KeptStore
+from ds_vertical.offload.kept_store import KeptStore
 from ds_vertical.offload.param_store import ParamSettings, ParamStore
-from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
+from ds_vertical.offload.tensor_swapper import MOVED_REMEDY, HostMemory, TensorSwapper
 from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.memory_budget import layer_buffers
 from ds_vertical.schedule.activations import LOOK_AHEAD
@@ -134,7 +136,7 @@ class StepParts:
 @dataclass(frozen=True)
 class Assembly:
     """Makes the parts of one engine, in the order of the methods. `optimizer`: DeepSpeed has set it up. `aio`: the JSON's
-    section with DeepSpeed's defaults."""
+    section with DeepSpeed's defaults. `elastic`: how many micro-batches each rank brings; None: all bring as many."""
 
     module: nn.Module
     optimizer: VerticalStage3
@@ -142,6 +144,7 @@ class Assembly:
     layers: LayerMap
     tracer: Tracer
     aio: Mapping[str, Any]
+    elastic: ElasticCounts | None = None
 
     def give_memory_back(self) -> None:
         """Return to the system what DeepSpeed's set-up no longer needs: the pages of stock's buffers, and what stock has freed
@@ -205,18 +208,30 @@ class Assembly:
         if path is not None:
             stripes.spread_file(path, sys.maxsize)  # it grows
         most_loads = (LOOK_AHEAD + 1) * (2 if max(map(len, layers.layers)) == 1 else 3)  # inputs, blocks' inputs, gradients
-        return ActivationStore(TensorSwapper(path, self._new_queue, _HOST_MEMORY, self._device, most_loads, host_limit))
+        store = ActivationStore(TensorSwapper(path, self._new_queue, _HOST_MEMORY, self._device, most_loads, host_limit))
+        if self.elastic is not None:
+            fewer = f'"vertical_schedule.elastic.max_micro_batches" (now {self.elastic.most})'
+            store.swapper.host_tier.remedy = lambda: f"write a smaller {fewer}, or {MOVED_REMEDY}"
+        return store
 
     def open_keeping(
         self, planner: KeepPlanner | None, folder: Path | None, host_limit: int, activations: ActivationStore | None
     ) -> RunKeeping:
         """What the steps keep of forwards. `planner`: chooses that, where the JSON leaves it open. The others: see
-        `open_activations`; what the store of activations has in host memory counts against the limit, too."""
+        `open_activations`; what the store of activations has in host memory counts against the limit, too. Collective."""
+        elastic, num_layers = self.elastic, self.layers.num_layers
+        limit = host_limit if elastic is None else -ranks.largest_of_all_ranks(-host_limit)
 
         def open_store(settings: ActivationSettings, gives_up: bool) -> KeptStore | None:
-            return self._open_kept(settings, gives_up, (folder, host_limit), activations)
+            store = self._open_kept(settings, gives_up, (folder, host_limit), activations)
+            if store is not None and elastic is not None and not gives_up:
+                store.growth = growth(elastic, num_layers, limit, settings)
+            return store
 
-        return RunKeeping(self.vertical, self.layers, planner, open_store, (folder, host_limit))
+        keeping = RunKeeping(self.vertical, self.layers, planner, open_store, (folder, host_limit))
+        if elastic is not None and accelerator.is_one_memory() and activations is None:
+            keeping.passing = PassingBytes(elastic, num_layers, limit)
+        return keeping
 
     def _open_kept(
         self,
@@ -239,10 +254,11 @@ class Assembly:
         swapper = TensorSwapper(path, self._new_queue, _HOST_MEMORY, self._device, LOOK_AHEAD + 1, host_limit)
         host_tier = swapper.host_tier
         host_tier.what = "vertical_schedule.activations.keep: {held} bytes of host memory hold what is kept for the backward"
-        host_tier.remedy = KEPT_REMEDY
         if activations is not None:
             host_tier.beside, activations.swapper.host_tier.beside = activations.swapper.host_tier, host_tier
-        return KeptStore(swapper, limit, gives_up, settings.keep)
+        store = KeptStore(swapper, limit, gives_up, settings.keep)
+        host_tier.remedy = store.remedy
+        return store
 
     def watch_state(self) -> ForwardState:
         """What the modules hold that belongs to one forward."""

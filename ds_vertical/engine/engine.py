@@ -57,11 +57,9 @@ class VerticalEngine(CallableEngine):
         self.vertical, self.layers, self.host_bytes = vertical, layers, budget.needed
         self.tracer = open_tracer(vertical.trace)
         super().__init__(*args, **kwargs)
-        progress = Progress(self, vertical.progress, folder)
-        self.tracer = progress.metered(self.tracer)
-        if elastic is not None:
-            self.tracer = elastic.metered(self.tracer)
-        assembly = Assembly(self.module, self.optimizer, vertical, layers, self.tracer, engine.aio_config(self))
+        progress = self._meter(folder, elastic)
+        made_of = self.module, self.optimizer, vertical, layers, self.tracer, engine.aio_config(self)
+        assembly = Assembly(*made_of, elastic)
         assembly.give_memory_back()
         self._params = assembly.open_params()  # one by one: `destroy` closes those that there are, where the next one fails
         assembly.start_pipeline(self._params)
@@ -78,12 +76,22 @@ class VerticalEngine(CallableEngine):
         self.self_check = FirstStepCheck(parts)
         self._loop = VerticalLoop(parts, self.self_check, self.tracer, progress)
         self._loop.elastic = elastic
+        if elastic is not None:
+            elastic.count_engine()
         calls = self.optimizer.calls
         self._three_calls = three = ThreeCalls(
             self._loop, calls, self.self_check, has_heard=lambda: self._stopping.has_heard, snake=vertical.snake
         )
         calls.restore, calls.tear, calls.admit = three.restore, self.optimizer.condition.tear, three.admit
         accelerator.log(f"ds_vertical: {assembly.describe(self._params)}")
+
+    def _meter(self, folder: Path | None, elastic: ElasticCounts | None) -> Progress:
+        """Let what traces the events measure the run's progress, too, and how long a rank computes."""
+        progress = Progress(self, self.vertical.progress, folder)
+        self.tracer = progress.metered(self.tracer)
+        if elastic is not None:
+            self.tracer = elastic.metered(self.tracer)
+        return progress
 
     def _configure_zero_optimizer(self, optimizer: object) -> Any:  # override
         check_optimizer(optimizer)

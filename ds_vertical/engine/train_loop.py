@@ -27,7 +27,6 @@ from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.run_log import RunLogger, model_config
 from ds_vertical.engine.self_check.evaluation import EvaluationCheck
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
-from ds_vertical.errors import LoopError
 from ds_vertical.interrupts import Changed
 from ds_vertical.io import host
 from ds_vertical.io.openmp_wait import WATCH
@@ -285,10 +284,7 @@ class VerticalLoop(TrainLoop):
         if recorder is not None:
             recorder.end_at_budget()
         if self.elastic is not None:
-            raise LoopError(
-                "vertical_schedule.elastic: got counts for each rank, and a Trainer, or a loop that calls the engine for each"
-                " micro-batch, which brings as many as it has; remove elastic, or call engine.train_batch(data_iter)"
-            )
+            self.elastic.refuse_loop()
         check_trainable(self.module, _log)
         self.num_tokens = micro.count_tokens(list(batches))
         with self.progress.step():
@@ -340,7 +336,6 @@ class VerticalLoop(TrainLoop):
             bodies = [replace(body, weight=weight) for body, weight in zip(bodies, self._weights, strict=True)]
         swap_buffers.rest_stock_buffers(parts.module.parameters(), parts.optimizer)
         tiers = moved_tiers(parts.vertical, len(bodies))
-        refuse_several_calls(bool(tiers) or parts.keeping.is_asked, self._calls.number)
         if parts.activations is not None:
             parts.activations.open_step(tiers)
         cells = parts.keeping.open_step(parts.runner, len(bodies), self._calls.number)
@@ -364,6 +359,8 @@ class VerticalLoop(TrainLoop):
             parts.optimizer.live.check_whole()
             parts.gradients.refuse_strays()
             parts.gradients.refuse_frozen({id(param): name for name, param in parts.module.named_parameters()})
+            moves = bool(moved_tiers(parts.vertical, num_micro_batches))  # of a short step there may be nothing to move
+            refuse_several_calls(moves or parts.keeping.is_asked, self._calls.number)
             items = None if items_of is None else items_of()
             num_items = None if items is None else sum(items)
             nanoseconds = 0 if self.elastic is None else self.elastic.nanoseconds(step)

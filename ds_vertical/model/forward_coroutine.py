@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -155,8 +156,7 @@ class ForwardCoroutine:
     def close(self) -> None:
         """End a parked forward (after an error), so that no frame of it outlives the step."""
         if self._coroutine and not self._coroutine.dead:
-            with self._entered():
-                self._coroutine.throw(GreenletExit)
+            self._let_go_on(partial(self._coroutine.throw, GreenletExit))
 
     def _switch(self, target: range, layer: int | None) -> None:
         """Let the forward go on, through a layer (PREFIX: up to the first, None: from the last to its end)."""
@@ -164,25 +164,27 @@ class ForwardCoroutine:
         self._coroutine.parent = getcurrent()
         if self._modules is not None:
             self._modules.enter(self.index, layer, self.calls.number)
-        with self._entered():
-            try:
-                self._coroutine.switch()
-            except RuntimeError as error:
-                refuse_use_outside(self._blocks, _held_by(error), error)
-                raise
+        try:
+            self._let_go_on(self._coroutine.switch)
+        except RuntimeError as error:
+            refuse_use_outside(self._blocks, _held_by(error), error)
+            raise
         if self._modules is not None and not self.calls.is_surplus:
             self._modules.leave(self.index, layer, self.calls.number, is_recomputed=layer is None or self._state.grad)
 
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        """The forward's thread state for the block, the hub's afterwards."""
+    def _let_go_on(self, switch: Callable[[], object]) -> None:
+        """Under the forward's thread state until it parks, the hub's afterwards.
+
+        No context manager written as a generator: one that an interrupt cuts would put the hub's state back too late.
+        """
         outer, modes = ThreadState.capture(), Modes.capture()
-        self._guard = None  # back to the inference mode in which the forward parked
-        guard = inference_guard(self._state.inference)
-        self._state.apply()
-        self._modes.on_top_of(modes).apply()
+        guard: object = None
         try:
-            yield
+            self._guard = None  # back to the inference mode in which the forward parked
+            guard = inference_guard(self._state.inference)
+            self._state.apply()
+            self._modes.on_top_of(modes).apply()
+            switch()
         finally:
             self._modes = Modes.capture().beyond(modes)
             modes.apply()

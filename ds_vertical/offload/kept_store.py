@@ -14,6 +14,7 @@ leaves. In two memories what rests in host memory is, and the device's memory is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -32,10 +33,59 @@ ONE_CELL_REMEDY = (
     'write a smaller train_micro_batch_size_per_gpu, "keep": "free" or "none", or, where it is set, a larger'
     ' "vertical_schedule.host_memory_bytes"'
 )
-KEPT_REMEDY = (
-    'write fewer gradient_accumulation_steps, "keep": "products" or "none", "keep_device": "ssd", or, where it is set, a larger'
-    ' "vertical_schedule.host_memory_bytes"'
+_KEEP_LESS = (
+    '"keep": "products" or "none", "keep_device": "ssd", or, where it is set, a larger "vertical_schedule.host_memory_bytes"'
 )
+_KEY = "vertical_schedule.activations.keep"
+
+
+@dataclass
+class Growth:
+    """What the counts of `vertical_schedule.elastic` let a rank keep in host memory.
+
+    `most`: of its micro-batches; `least`: of a `max_micro_batches` with which the ranks can bring their total; `limit`: bytes
+    for it, on the rank that has fewest. `cells`: how many cells a number of micro-batches has there at a time. `logged`:
+    whether a log has the counts.
+    """
+
+    most: int
+    least: int
+    limit: int
+    cells: Callable[[int], int]
+    logged: bool = False
+    _noted: list[int] = field(default_factory=list)  # bytes of each cell of the step under way
+    _num_cells: int = 0  # of that step, as far as they can keep anything
+    _fits: bool = False
+
+    def open_step(self, num_cells: int) -> None:
+        """A step begins, of which so many cells can keep something."""
+        self._noted, self._num_cells = [], num_cells
+
+    def note(self, kept: int, remedy: Callable[[], str]) -> None:
+        """A cell's forward has kept so many bytes. With the last one of the first step: raises MemoryBudgetError where the most
+        micro-batches would not fit, by the mean cell. Else they are taken to fit from then on."""
+        self._noted.append(kept)
+        if self._fits or len(self._noted) < self._num_cells:
+            return
+        sizes = [size for size in self._noted if size]
+        needed = self.cells(self.most) * sum(sizes) // max(1, len(sizes))
+        if needed > self.limit:
+            raise MemoryBudgetError(
+                f"{_KEY}: {len(sizes)} forwards of this step have kept {sum(sizes)} bytes for their backwards; with"
+                f" {self.most} micro-batches, the most that vertical_schedule.elastic lets a rank bring, they would have"
+                f" {needed} bytes in host memory at a time, and the memory budget (see the start) leaves {self.limit};"
+                f" {remedy()}"
+            )
+        self._fits = True
+
+    def remedy(self, cell_bytes: int) -> str:
+        """The most micro-batches for which there is room, as what to write; a smaller total where that is not enough for it.
+        `cell_bytes`: of the largest cell so far."""
+        for count in range(self.most - 1, self.least - 1, -1):
+            if self.cells(count) * cell_bytes <= self.limit:
+                log = ' with null, or the log of a run that had it, as "counts"' if self.logged else ""
+                return f'"vertical_schedule.elastic.max_micro_batches": {count} (now {self.most}){log}'
+        return 'a smaller "vertical_schedule.elastic.total" (where it is null, fewer gradient_accumulation_steps)'
 
 
 class KeptStore:
@@ -57,7 +107,10 @@ class KeptStore:
         self.device_limit = device_limit
         self.gives_up = gives_up
         self._policy = policy
+        self.listener: Callable[[Cell, BoundaryTensors], None] | None = None  # hears of each cell's forward
+        self.growth: Growth | None = None  # None: all steps have as many micro-batches as the first one
         self.most_bytes = 0  # of one cell, so far
+        self._most_moved = 0  # likewise, in whole pages
         self.resting: dict[Tier, tuple[int, int]] = {}
         self._tiers: Mapping[Cell, Tier] = {}
         self._on_device: dict[Cell, int] = {}
@@ -71,10 +124,13 @@ class KeptStore:
             held |= {Tier.HOST: self.swapper.host_bytes, Tier.SSD: self.swapper.ssd_bytes}
         return held
 
-    def open_step(self, tiers: Mapping[Cell, Tier]) -> None:
-        """`tiers`: where the cells that leave the device rest, in the step that begins."""
+    def open_step(self, tiers: Mapping[Cell, Tier], num_cells: int = 0) -> None:
+        """`tiers`: where the cells that leave the device rest, in the step that begins. `num_cells`: of those that could keep
+        something."""
         self._tiers = tiers
         self.resting = {}
+        if self.growth is not None:
+            self.growth.open_step(num_cells)
 
     def handlers(self, boundary_of: Callable[[int], BoundaryTensors]) -> dict[Op, Handler]:
         """What the schedule's events do here. `boundary_of`: the tensors of a micro-batch, by its number."""
@@ -86,12 +142,23 @@ class KeptStore:
 
     def note(self, cell: Cell, boundary: BoundaryTensors) -> None:
         """The cell's forward has kept values. Raises MemoryBudgetError where they take more of the device than they may; where
-        one cell alone does, ahead of any buffer or file for what is kept."""
+        one cell alone does, ahead of any buffer or file for what is kept. See also `Growth.note`."""
         kept = sum(value.num_bytes for value in boundary.kept(cell[0]))
         self.most_bytes = max(self.most_bytes, kept)
-        if not kept:
-            return
-        self._refuse_one(kept)
+        if kept:
+            self._place(cell, kept, boundary)
+        if self.listener is not None:
+            self.listener(cell, boundary)
+        if self.growth is not None:
+            self.growth.note(kept, self.remedy)
+
+    def _place(self, cell: Cell, kept: int, boundary: BoundaryTensors) -> None:
+        """Count a cell that keeps so many bytes. Raises MemoryBudgetError, see `note`."""
+        if self.device_limit is not None and kept > self.device_limit and not self.gives_up:
+            raise MemoryBudgetError(
+                f'{_KEY}: got "{self._policy}"; of one micro-batch one layer keeps {kept} bytes in host memory, which is the'
+                f" device's, and the memory budget (see the start) leaves {self.device_limit}; {ONE_CELL_REMEDY}"
+            )
         held = sum(self._on_device.values()) + kept
         if self.device_limit is not None and held > self.device_limit and self.gives_up:
             boundary.forget_kept(cell[0])
@@ -100,19 +167,17 @@ class KeptStore:
         self._count(Tier.DEVICE, 1, kept)
         if self.device_limit is not None and held > self.device_limit:
             raise MemoryBudgetError(
-                f"vertical_schedule.activations.keep: {held} bytes of host memory, which is the device's, hold what"
-                f" {len(self._on_device)} forwards have kept for their backwards, {kept} the last one, and the memory budget"
-                f" (see the start) leaves {self.device_limit}; {KEPT_REMEDY}"
+                f"{_KEY}: {held} bytes of host memory, which is the device's, hold what {len(self._on_device)} forwards have"
+                f" kept for their backwards, {kept} the last one, and the memory budget (see the start) leaves"
+                f" {self.device_limit}; {self.remedy()}"
             )
 
-    def _refuse_one(self, kept: int) -> None:
-        """Raise MemoryBudgetError where there is no room for a single cell, which keeps so many bytes."""
-        if self.device_limit is not None and kept > self.device_limit and not self.gives_up:
-            raise MemoryBudgetError(
-                f'vertical_schedule.activations.keep: got "{self._policy}"; of one micro-batch one layer keeps {kept} bytes in'
-                f" host memory, which is the device's, and the memory budget (see the start) leaves {self.device_limit};"
-                f" {ONE_CELL_REMEDY}"
-            )
+    def remedy(self) -> str:
+        """What to write where there is no room for the cells of a step."""
+        fewer = "fewer gradient_accumulation_steps"
+        if self.growth is not None:
+            fewer = self.growth.remedy(max(self.most_bytes, self._most_moved))
+        return f"write {fewer}, {_KEEP_LESS}"
 
     def forget(self, cell: Cell) -> None:
         """The cell's backward is over: its values are used up."""
@@ -136,6 +201,7 @@ class KeptStore:
             boundary.forget_kept(cell[0])
             return None
         self._away[cell] = swapped, values
+        self._most_moved = max(self._most_moved, swapped.num_bytes)
         for value in values:
             value.in_memory = False
             value.storage.resize_(0)

@@ -33,6 +33,10 @@ _PAGE_BYTES = 4096
 _GROWTH_BYTES = 1 << 20  # a file grows by multiples of it
 _NUM_SAVES = 3  # buffers on their way out: one is filled while two are written
 
+MOVED_REMEDY = (
+    'write fewer gradient_accumulation_steps, a smaller "share" (or "host_share"), "device": "ssd", or, where it is set,'
+    ' a larger "vertical_schedule.host_memory_bytes"'
+)
 Land = Callable[[], Sequence[torch.Tensor]]
 
 
@@ -71,13 +75,10 @@ class HostTier:
     """
 
     what = "vertical_schedule.activations: {held} bytes of host memory hold what passes between layers"
-    remedy = (
-        'write fewer gradient_accumulation_steps, a smaller "share" (or "host_share"), "device": "ssd", or, where it is set,'
-        ' a larger "vertical_schedule.host_memory_bytes"'
-    )
 
     def __init__(self, memory: HostMemory, limit: int | None, kept: Collection[SwappedTensor]) -> None:
         self.limit = limit
+        self.remedy: Callable[[], str] = lambda: MOVED_REMEDY
         self.beside: HostTier | None = None
         self._memory = memory
         self._kept = kept
@@ -100,7 +101,7 @@ class HostTier:
             if held + num_bytes > self.limit:
                 raise MemoryBudgetError(
                     f"{self.what.format(held=held)}, {num_bytes} more are needed, and the memory budget (see the start) leaves"
-                    f" {self.limit}; {self.remedy}"
+                    f" {self.limit}; {self.remedy()}"
                 )
         return self._memory.lock(num_bytes)
 

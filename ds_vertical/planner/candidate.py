@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
@@ -20,7 +21,7 @@ from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
 from ds_vertical.schedule.events import DELAYED, EVERYTHING, LEAD, Cell, Schedule
 from ds_vertical.schedule.passes import TrainingStep, build_training, training_with_needs
-from ds_vertical.types import PRE, SUF, ActivationPolicy, Placement, TensorKind, Tier, Unit
+from ds_vertical.types import PRE, SUF, ActivationPolicy, Placement, TensorKind, Tier, TierBytes, Unit
 
 _Given = ParamSpec("_Given")
 _Found = TypeVar("_Found")
@@ -215,6 +216,18 @@ class Candidate:
     def ssd_bytes(self) -> float:
         """Bytes that rest on this rank's SSD."""
         return linear_program.tier_bytes(self.case, self.shape.placement, Tier.SSD)
+
+
+def most_micro_batches(candidate: Candidate, limits: TierBytes, most: int) -> int:
+    """Of the numbers up to `most`, the largest for which a rank has room in memory and on SSD. `limits`: bytes per tier."""
+    case, placement = candidate.case, candidate.shape.placement
+
+    def is_too_large(count: int) -> bool:
+        grown = replace(case, terms=replace(case.terms, num_micro_batches=count))
+        needed = ((linear_program.tier_bytes(grown, placement, tier), limit) for tier, limit in limits.items())
+        return any(limit is not None and num_bytes > limit for num_bytes, limit in needed)
+
+    return bisect_left(range(1, most + 1), True, key=is_too_large)
 
 
 def into_node_bytes(candidate: Candidate) -> float:

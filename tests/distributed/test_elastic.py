@@ -10,6 +10,7 @@ import pytest
 from harness import start_process_group
 
 from ds_vertical.config.section import load_section
+from ds_vertical.distributed import elastic
 from ds_vertical.distributed.elastic import (
     ComputeMeter,
     ElasticCounts,
@@ -78,6 +79,33 @@ ds_vertical: elastic: from step 5: micro-batches 4 4
 
 def test_a_log_is_read_line_by_line_and_a_resumed_run_replaces_what_came_later() -> None:
     assert read_counts(LOG, ElasticSettings(), 4, 2) == {1: (4, 4), 3: (6, 2), 5: (4, 4)}
+
+
+def test_engines_of_one_process_are_told_apart_in_one_log(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_process_group()
+    monkeypatch.setattr(elastic, "_num_engines", 0)
+    monkeypatch.setattr(elastic.ranks, "world_size", lambda: 2)
+    engines = []
+    for total in (8, 12):
+        open_elastic(ElasticSettings(), 4)  # of an engine whose construction fails
+        made = open_elastic(ElasticSettings(total=total), 4)
+        assert made is not None
+        made.count_engine()
+        engines.append(made)
+    for step in (1, 2):
+        for each in engines:
+            each.begin(step)
+    log = capsys.readouterr().out
+    assert "ds_vertical: elastic: from step 1: micro-batches 4 4" in log
+    assert "ds_vertical: elastic: engine 2: from step 1: micro-batches 6 6" in log
+    assert read_counts(log, ElasticSettings(), 4, 2) == {1: (4, 4)}
+    assert read_counts(log, ElasticSettings(total=12), 4, 2, number=2) == {1: (6, 6)}
+    with pytest.raises(ConfigError, match=r"the counts of engines 1, 2 of one process, and this is engine 3 .*; write a file"):
+        read_counts(log, ElasticSettings(counts="log"), 4, 2, number=3)
+    alone = "\n".join(line for line in log.splitlines() if "engine 2" in line)
+    assert read_counts(alone, ElasticSettings(total=12), 4, 2, number=3) == {1: (6, 6)}
 
 
 def by_the_log(text: str) -> ElasticCounts:

@@ -3,8 +3,6 @@ micro-batches does."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +10,11 @@ import pytest
 import torch
 import uneven_worker
 from harness import Run, differing, largest_relative, run_arm
-from processes import start_ranks
+from uneven_jobs import Found, run_jobs
 from uneven_worker import COUNTS, Job
 
 TOLERANCE = 1e-6  # fp32, relative per tensor
 pytestmark = pytest.mark.timeout(1000)  # processes of one core each, which other work may share
-Found = list[dict[str, Any]]  # by rank
-
-
-def run_jobs(folder: Path, num_ranks: int, runs: list[dict[str, Any]]) -> dict[str, Found]:
-    """{run: what each rank found}."""
-    counts = [list(each) for each in COUNTS[num_ranks]]
-    description = folder / "job.json"
-    given = [{"counts": counts} | run for run in runs]
-    description.write_text(json.dumps({"folder": str(folder / "swap"), "out": str(folder), "runs": given}))
-    command = [sys.executable, str(Path(uneven_worker.__file__)), str(description)]
-    start_ranks(command, folder, num_ranks=num_ranks, forked=True)
-    loaded = {run["name"]: [folder / f"{run['name']}.rank{rank}.pt" for rank in range(num_ranks)] for run in runs}
-    return {name: [torch.load(path, weights_only=True) for path in paths] for name, paths in loaded.items()}
 
 
 def in_one_process(folder: Path, num_ranks: int, weighted: bool = False, clip: float = 0.5) -> Run:
@@ -180,6 +165,13 @@ def test_a_run_is_repeated_from_its_log_bit_for_bit(elastic: dict[str, Found]) -
     for measured, replayed in zip(elastic["measured"], elastic["replayed"], strict=True):
         assert replayed["taken"] == measured["taken"] and replayed["losses"] == measured["losses"]
         assert not differing(measured["weights"], replayed["weights"]) and not differing(measured["state"], replayed["state"])
+
+
+def test_the_lines_of_a_process_say_which_engine_they_are_of(elastic: dict[str, Found]) -> None:
+    said = {name: elastic[name][0]["log"] for name in ("measured", "replayed", "stock")}
+    assert "ds_vertical: elastic: from step 1: micro-batches 3 3" in said["measured"]
+    assert "ds_vertical: elastic: engine 2: by the log, from step 1: micro-batches 3 3" in said["replayed"]
+    assert "ds_vertical: elastic: engine 3: by the log, from step 1: micro-batches 3 3" in said["stock"]
 
 
 def test_the_stock_arm_takes_the_same_counts_from_the_log(elastic: dict[str, Found]) -> None:

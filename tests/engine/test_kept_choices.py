@@ -19,6 +19,7 @@ from places import SUPPORT
 
 from ds_vertical.config.resolve import resolve
 from ds_vertical.config.section import load_section
+from ds_vertical.engine import memory_check
 from ds_vertical.engine.keeping import keeping
 from ds_vertical.engine.keeping import planner as keep_planner
 from ds_vertical.engine.keeping.measured import MeasuredStep, agreed
@@ -131,6 +132,24 @@ def test_the_rule_keeps_nothing_beside_an_unmeasured_ssd_and_else_what_memory_ho
     assert kept(in_memory.choose(step(room=half))) == ("everything", Tier.DEVICE, 0.5, 0.0)
     none = in_memory.choose(step(room={**ROOM, Tier.DEVICE: float(passing)}))
     assert kept(none)[0] == "none" and "leaves no room" in none.reason
+
+
+def test_a_choice_is_of_the_size_of_the_most_micro_batches_that_a_rank_may_bring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight for two ranks one may take seven."""
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_check.distributed_ranks, "world_size", lambda: 2)
+        in_memory = planner(tmp_path, None, "cpu", elastic={})
+        most = in_memory.forecast.terms.num_micro_batches
+    passing = (most * 4 + 2) * 100_000
+    room = {**ROOM, Tier.DEVICE: passing + 10 * 6e6 / 0.8 + 1}
+    policy, tier, share, _ = kept(in_memory.choose(step(room=room)))
+    assert most == 7 and (policy, tier) == ("everything", Tier.DEVICE) and share == pytest.approx(10 / 21)
+    monkeypatch.setattr(Forecast, "terms", replace(in_memory.forecast.terms, one_memory=False))
+    for measured, later in ((7, 0), (4, 3), (None, 0)):
+        first = replace(step(), num_micro_batches=measured)
+        assert in_memory._room(first, Tier.DEVICE) == 1e9 - later * 4 * 100_000
 
 
 @pytest.mark.parametrize("section", [{"order": "horizontal"}, {"overlap": False}, {"blocks_per_layer": 4}])

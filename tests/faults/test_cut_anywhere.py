@@ -307,6 +307,18 @@ def test_an_interrupt_while_micro_batches_are_moved(tmp_path: Path) -> None:
     assert not trials.wrong and not trials.torn, "\n".join(trials.wrong + trials.torn)
 
 
+def test_an_interrupt_while_an_evaluation_lets_a_forward_go_on(tmp_path: Path) -> None:
+    """The caller was left with gradients off."""
+    with trials_of(tmp_path, "early") as trials:
+        found = sites_of(evaluate, trials)
+        cuts = cuts_in(found, ("model/forward_coroutine.py",), ("ForwardCoroutine._switch", "ForwardCoroutine._let_go_on"))
+        entered = [cut for cut in cuts if "entered" in str(cut)]
+        assert len(cuts) > 40
+        for cut in [*entered[::4], *cuts[:: len(cuts) // 8]]:
+            trials.cut(cut, evaluate)
+    assert not trials.wrong and not trials.torn, "\n".join(trials.wrong + trials.torn)
+
+
 def test_an_interrupt_while_a_step_is_handed_over(tmp_path: Path) -> None:
     """The pipeline seemed idle though it had been given a step, whose gradient was then taken away. It may tear the state: of a
     step that is made to count."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ds_vertical.compat import pinned_memory
 from ds_vertical.compat.ops import load
+from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.model.kept.slots import KeptStorage, Slots, unpack
-from ds_vertical.offload.kept_store import KeptStore
+from ds_vertical.offload.kept_store import Growth, KeptStore
 from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
 from ds_vertical.types import Tier
 
@@ -64,3 +67,30 @@ def test_memory_that_somebody_has_taken_hold_of_since_stays(tmp_path: Path) -> N
         store.drop(CELL)
     finally:
         store.close()
+
+
+def test_the_first_step_refuses_more_micro_batches_than_there_is_room_for_and_says_how_many_fit() -> None:
+    """Three cells of 100 bytes for each micro-batch, and room for 20 of these."""
+
+    def first_step(most: int, sizes: Sequence[int] = (100,), logged: bool = False) -> str:
+        store = KeptStore(None, 6050)
+        store.growth = Growth(most, 16, 6050, lambda count: 3 * count, logged)
+        store.open_step({}, 3 * 16)
+        for cell in itertools.product(range(3), range(16)):
+            size = sizes[cell[1] % len(sizes)]
+            boundary: Any = SimpleNamespace(kept=lambda layer, size=size: [SimpleNamespace(num_bytes=size)])
+            try:
+                store.note(cell, boundary)
+            except MemoryBudgetError as error:
+                assert cell == (2, 15), "behind the last forward"
+                return str(error)
+        return ""
+
+    told = first_step(31)
+    assert "48 forwards of this step have kept 4800 bytes" in told and "they would have 9300 bytes" in told
+    assert 'write "vertical_schedule.elastic.max_micro_batches": 20 (now 31), "keep": "products"' in told
+    assert first_step(20) == "" and '"vertical_schedule.elastic.max_micro_batches": 20 (now 21), ' in first_step(21)
+    assert 'the log of a run that had it, as "counts"' in first_step(21, logged=True)
+    unequal = first_step(31, (60, 100))
+    assert "they would have 7440 bytes" in unequal and '_batches": 20 (now' in unequal, "as large as the largest, they fit"
+    assert 'write a smaller "vertical_schedule.elastic.total"' in first_step(31, (127,)), "16 are needed, and do not fit"

@@ -279,6 +279,21 @@ def read_state(engine: Any, model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
+def own_shares(shares: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """A rank's shares, by names of parameters (and "/", and more), without what stands behind a parameter's end, which is
+    nobody's."""
+    found, num_ranks = {}, torch.distributed.get_world_size()
+    for name, share in shares.items():
+        numel = weights[name.partition("/")[0]].numel()
+        found[name] = share.flatten()[: max(0, numel - rank * -(-numel // num_ranks))]
+    return found
+
+
+def own_state(engine: Any, model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    """This rank's shares of masters and moments: see `own_shares`."""
+    return own_shares(read_state(engine, model), read_weights(model), rank)
+
+
 def _flat_state(optimizer: Any, index: int, kind: str) -> torch.Tensor:
     master = optimizer.fp32_partitioned_groups_flat[index]
     if not optimizer._swappable_optimizer_subgroup(index):

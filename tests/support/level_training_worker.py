@@ -108,8 +108,8 @@ def train(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         texts.append(engine.ran.to_text())
 
     run = harness.run_arm(job.config(folder), partial(OddModel, "bf16"), job.batches(rank), vertical=True, between=between)
-    run.state = own(run.state, run.weights, rank)
-    run.grads = [own(grads, run.weights, rank) for grads in run.grads]
+    run.state = harness.own_shares(run.state, run.weights, rank)
+    run.grads = [harness.own_shares(grads, run.weights, rank) for grads in run.grads]
     return vars(run) | {"evaluated": evaluated, "schedule": texts[-1]}
 
 
@@ -131,19 +131,9 @@ def train_in_one_hop(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         return train(job, folder, rank)
 
 
-def own(shares: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """A rank's shares without what stands behind a parameter's end, which is nobody's."""
-    found = {}
-    for name, share in shares.items():
-        numel = weights[name.partition("/")[0]].numel()
-        found[name] = share.flatten()[: max(0, numel - rank * -(-numel // NUM_RANKS))]
-    return found
-
-
 def contents(engine: Any, model: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
     """Weights, and this rank's masters and moments."""
-    weights = harness.read_weights(model)
-    return weights | own(harness.read_state(engine, model), weights, rank)
+    return harness.read_weights(model) | harness.own_state(engine, model, rank)
 
 
 def resume(job: Job, folder: Path, rank: int) -> dict[str, Any]:

@@ -12,15 +12,21 @@ import io
 import json
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # run as a script, so this folder is first on the path
 import harness
 import torch
-from rank_worker import VOCAB, OddModel, hear, poison
+from rank_worker import SIZES, VOCAB, OddModel, hear, poison
+
+from ds_vertical.distributed import ranks
+from ds_vertical.io import host
+from ds_vertical.types import Tier
 
 COUNTS: dict[int, list[tuple[int, ...]]] = {  # by ranks: per step, the micro-batches of each rank
     1: [(4,), (4,), (2,)],
@@ -96,22 +102,11 @@ class Job:
 build = partial(OddModel, "bf16")
 
 
-def own_state(engine: Any, model: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
-    """This rank's shares of masters and moments, without what stands behind a parameter's end, which is nobody's."""
-    weights, num_ranks = harness.read_weights(model), torch.distributed.get_world_size()
-    found = {}
-    for name, share in harness.read_state(engine, model).items():
-        numel = weights[name.rpartition("/")[0]].numel()
-        size = -(-numel // num_ranks)
-        found[name] = share[: max(0, min(size, numel - rank * size))]
-    return found
-
-
 def straight(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     """The steps: losses, samples, weights and state."""
     with harness.running(job.config(folder), build, vertical=True) as (engine, model):
         losses = [engine.train_batch(iter(step)).item() for step in job.batches(rank)]
-        weights, state = harness.read_weights(model), own_state(engine, model, rank)
+        weights, state = harness.read_weights(model), harness.own_state(engine, model, rank)
         return {"losses": losses, "samples": engine.global_samples, "weights": weights, "state": state}
 
 
@@ -170,7 +165,7 @@ def resumed(job: Job, folder: Path, rank: int) -> dict[str, Any]:
             "losses": losses,
             "samples": engine.global_samples,
             "weights": harness.read_weights(model),
-            "state": own_state(engine, model, rank),
+            "state": harness.own_state(engine, model, rank),
         }
 
 
@@ -196,12 +191,13 @@ def elastic(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         for _ in range(NUM_ELASTIC_STEPS):
             losses.append(engine.train_batch(endless, slow).item())
             taken.append(engine._loop.shares.counts if job.vertical else ())
-        weights, state = harness.read_weights(model), own_state(engine, model, rank)
+        weights, state = harness.read_weights(model), harness.own_state(engine, model, rank)
         samples = engine.global_samples
     if rank == 0:
         (folder.parent / f"{job.name}.log").write_text(log.getvalue())
     torch.distributed.barrier()
-    return {"taken": taken, "losses": losses, "samples": samples, "weights": weights, "state": state}
+    found = {"taken": taken, "losses": losses, "samples": samples, "weights": weights, "state": state}
+    return found | {"log": log.getvalue()}
 
 
 def by_calls(job: Job, folder: Path, rank: int) -> dict[str, Any]:
@@ -211,6 +207,80 @@ def by_calls(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     whole = job.batches(rank)[0][:1] * job.micro_batches
     with harness.running(job.config(folder), build, vertical=True) as (engine, _):
         return {"told": hear(lambda: [engine(**batch) for batch in ds_vertical.look_ahead(whole)])}
+
+
+def several_calls(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """What micro-steps are told that call the model twice, where of rank 0's alone there is something to move; twice."""
+    batches = job.batches(rank)[0]
+    with harness.running(job.config(folder), build, vertical=True) as (engine, _):
+
+        def micro_step(batch: Batch) -> None:
+            engine.backward(engine(**batch) + engine(**batch))
+            engine.step()
+
+        runs = [partial(micro_step, batch) for batch in batches]
+        return {"told": [hear(lambda: engine.train_window(runs, batches)) for _ in range(2)]}
+
+
+def stock_calls(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """What a loop of the three calls, and a Trainer's micro-step, are told in the stock arm; then a step is taken."""
+    from ds_vertical.engine.integrations.stock_calls import in_micro_step
+
+    step = job.batches(rank)[0]
+    with harness.running(job.config(folder), build, vertical=False) as (engine, _):
+        calls = (lambda: engine(**step[0])), (lambda: in_micro_step(engine, step[0], lambda: engine(**step[0])))
+        told = [hear(call) for call in calls]
+        return {"told": told, "then": hear(lambda: engine.train_batch(iter(step * job.micro_batches)))}
+
+
+def stock_items(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """What the stock arm's step says whose `num_items` fails on one rank, then a step."""
+
+    class NoItems(TokenLoss):
+        def num_items(self, batch: Batch) -> int:
+            if rank == 1:
+                raise RuntimeError("no items")
+            return super().num_items(batch)
+
+    step = job.batches(rank)[0]
+    with harness.running(job.config(folder), build, vertical=False) as (engine, _):
+        told = hear(lambda: engine.train_batch(iter(step), NoItems()))
+        return {"told": [told], "then": hear(lambda: engine.train_batch(iter(step), TokenLoss()))}
+
+
+def kept(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """Two steps of runs whose counts grow from 3 to 5 on rank 0, or to 4, where there is room for 4.5 micro-batches: of what
+    is kept, and of what passes between layers where nothing is. What each step says, what the engine does, and how many steps
+    there were."""
+    batch, plenty, said = job.batches(rank)[0][:1], 8 << 30, dict[str, Any]()
+
+    @contextlib.contextmanager
+    def running(keep: str, most: int, host_bytes: int) -> Iterator[tuple[Any, list[str]]]:
+        log, out = folder.parent / f"{keep} {most}.log", io.StringIO()
+        log.write_text(f"elastic: from step 1: micro-batches 3 3\nelastic: from step 2: micro-batches {most} {6 - most}")
+        elastic = {"counts": str(log)} | ({} if most == 5 else {"max_micro_batches": most})
+        section = {"elastic": elastic, "activations": {"keep": keep}, "host_memory_bytes": host_bytes}
+        told: list[str] = []
+        made = replace(job, section=section).config(folder)
+        with contextlib.redirect_stdout(out), harness.running(made, build, vertical=True) as (engine, _):
+            yield engine, told
+            for _ in range(2):
+                try:
+                    engine.train_batch(iter(batch * 5))
+                except (RuntimeError, ValueError) as error:
+                    told.append(f"{type(error).__name__}: {error}")
+            said[f"{keep} {most}"] = told, out.getvalue(), engine.global_steps
+
+    with mock.patch.object(host, "resident_bytes", lambda: 1 << 30):
+        with running("everything", 4, plenty) as (engine, _):
+            left = min(ranks.all_gathered(engine._keeping._left))
+        of_one = engine._keeping.store.resting[Tier.DEVICE][1] // engine._loop.shares.counts[rank]
+        room = {"everything": max(ranks.all_gathered(of_one)), "none": 3 * 4 * SIZES["bf16"][1] * batch[0]["input_ids"].numel()}
+        for keep, most in (("everything", 5), ("everything", 4), ("none", 5), ("none", 4)):
+            enough = plenty - 2 * (left - round(4.5 * max(ranks.all_gathered(room[keep]))))  # of two ranks
+            with running(keep, most, enough):
+                pass
+    return said
 
 
 def told(job: Job, folder: Path, rank: int) -> dict[str, Any]:
@@ -232,6 +302,10 @@ KINDS = {
     "elastic": elastic,
     "told": told,
     "by calls": by_calls,
+    "kept": kept,
+    "several calls": several_calls,
+    "stock calls": stock_calls,
+    "stock items": stock_items,
 }
 
 

@@ -22,7 +22,7 @@ from ds_vertical.io.atomic_file import check_out, write_out
 from ds_vertical.model.hf import named_shape, read_fields, shape_names
 from ds_vertical.planner import machine as profile
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.candidate import Candidate, into_node_bytes
+from ds_vertical.planner.candidate import Candidate, into_node_bytes, most_micro_batches
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
 from ds_vertical.planner.machine import Profile, read_links
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of, without_frozen
@@ -260,6 +260,7 @@ def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespa
         "nodes": options.nodes,
         "ranks_per_node": options.num_ranks,
         "into_node_bytes": into_node_bytes(chosen),
+        "elastic": _elastic(chosen, task, _limits(machine, options)),
         "menu": _menu(chosen),
         "memory": [asdict(item) for item in chosen.items],
         "ssd_bytes": chosen.ssd_bytes,
@@ -267,6 +268,15 @@ def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespa
         "written_bytes_per_day": ranks * chosen.traffic.written * _DAY_S / chosen.estimate_s,
         "drive_writes_per_day": _drive_writes(chosen, machine, ranks),
     }
+
+
+def _elastic(chosen: Candidate, task: Task, limits: TierBytes) -> JsonObject | None:
+    """How many micro-batches `vertical_schedule.elastic` may give a rank of a step's, and for how many there is room; None with
+    one rank."""
+    if task.num_ranks == 1:
+        return None
+    most = task.num_ranks * (chosen.choice.num_micro_batches - 1) + 1  # each other rank brings one at least
+    return {"most": most, "fitting": most_micro_batches(chosen, limits, most)}
 
 
 def _menu(chosen: Candidate) -> list[JsonObject]:
@@ -298,6 +308,17 @@ def _kept_text(setting: JsonObject) -> str:
         return f'backward: activations.keep "{kept["policy"]}", without what no gradient needs'
     where = ", ".join(f"{kept[tier]:.0%} on {tier}" for tier in Tier if kept[tier])
     return f'backward: activations.keep "{kept["policy"]}", {kept["cell_bytes"] / 1e6:.1f} MB a layer and micro-batch, {where}'
+
+
+def _elastic_lines(found: JsonObject) -> list[str]:
+    """What to write where ranks bring different numbers of micro-batches."""
+    if found["elastic"] is None:
+        return []
+    most, fitting = found["elastic"]["most"], found["elastic"]["fitting"]
+    if fitting == most:
+        return [f"ranks of unequal speed: a rank has room for {most} micro-batches, the most that elastic may give it"]
+    bound = f'"elastic": {{"max_micro_batches": {fitting}}}'
+    return [f"ranks of unequal speed: a rank has room for {fitting} micro-batches; with elastic, write {bound}"]
 
 
 def _nodes_lines(found: JsonObject) -> list[str]:
@@ -360,7 +381,7 @@ def plan_lines(found: JsonObject) -> list[str]:
         f" {found['stock']['step_s']:.2f} s or more ({found['stock']['step_s'] / found['step_s']:.2f} x)",
         "busy: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found["busy_s"].items()),
     ]
-    shown += ([_IN_PLACE] if setting["in_place"] else []) + _nodes_lines(found)
+    shown += ([_IN_PLACE] if setting["in_place"] else []) + _nodes_lines(found) + _elastic_lines(found)
     shown += [f"instead: {other['differs']}: {other['step_over_chosen'] - 1:+.1%}" for other in found["others"]]
     read = sum(value for key, value in traffic.items() if key.endswith("_read"))
     written = sum(value for key, value in traffic.items() if key.endswith("_written"))

@@ -15,7 +15,7 @@ import torch
 
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.distributed import ranks
-from ds_vertical.distributed.step_shares import Brought, StepShares
+from ds_vertical.distributed.step_shares import NUMBERS, Brought, StepShares
 from ds_vertical.engine.metrics import StepRecorder
 from ds_vertical.engine.train_loop import TrainLoop, seeded, shares_weights
 from ds_vertical.model import batch as micro
@@ -34,9 +34,12 @@ class StockLoop(TrainLoop):
         Stock has collectives in each micro-batch. So a rank that brings fewer than another one runs its last one again, whose
         loss counts 0 times.
         """
-        items = micro.items_of(loss_fn, batches)
-        own = Brought(len(batches), None if items is None else sum(items), self.num_tokens)
-        self.shares = shares = StepShares.of(ranks.numbers_of_all(own.numbers()))
+        items: list[int] | None = None
+        with ranks.all_or_none("train_batch", num_said=NUMBERS) as said:
+            items = micro.items_of(loss_fn, batches)
+            num_items = None if items is None else sum(items)
+            said.own[:] = Brought(len(batches), num_items, self.num_tokens).numbers()
+        self.shares = shares = StepShares.of(said.of_all)
         weights, count = shares.weights(items), max(shares.counts)
         idle = count - len(batches)
         factors = [*(weights or [1.0] * len(batches)), *[0.0] * idle]
@@ -118,7 +121,10 @@ class StockCalls(StockLoop):
 
     @contextlib.contextmanager
     def _streamed(self, batch: object) -> Iterator[None]:
-        """Within the block the next micro-batch of the step runs in its random stream, and is recorded."""
+        """Within the block the next micro-batch of the step runs in its random stream, and is recorded. Raises LoopError where
+        the ranks have counts, on all of them."""
+        if self.elastic is not None:
+            self.elastic.refuse_loop()
         recorder = self._metrics()
         if self._index == 0 and recorder is not None:
             recorder.end_at_budget()

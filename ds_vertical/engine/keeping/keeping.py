@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.handlers import ScheduleRunner
+from ds_vertical.engine.keeping.growth import PassingBytes
 from ds_vertical.engine.keeping.measured import EventTimes, measured_step, nothing_measured
 from ds_vertical.engine.keeping.planner import KeepChoice, KeepPlanner
 from ds_vertical.errors import LoopError, MemoryBudgetError
@@ -34,6 +35,7 @@ class _Measuring:
     probe: Probe
     times: EventTimes | None
     tracer: Tracer | None
+    num_micro_batches: int
 
 
 class RunKeeping:
@@ -41,7 +43,7 @@ class RunKeeping:
 
     `planner`: chooses where the JSON leaves it open; None: there is nothing to choose. `open_store`: makes the store for some
     settings, and is told whether cells give up where there is no room. `place`: the run's folder on SSD, and the bytes of host
-    memory that the budget leaves for activations.
+    memory that the budget leaves for activations. `passing`: measures the first step of a run with `elastic`, if set.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class RunKeeping:
         self._open_store = open_store
         self._folder, self._left = place
         self._kinds = _kinds_of(self.settings)
+        self.passing: PassingBytes | None = None
         self._measuring: _Measuring | None = None
         self._ran: tuple[ActivationSettings, KeptStore | None] | None = None  # of the step under way, or of the last one
 
@@ -87,22 +90,27 @@ class RunKeeping:
         self._stop_measuring(runner)  # of a step that starts over
         runner.kinds, runner.kept = self._kinds, self.store
         self._ran = self.settings, self.store
+        if self.passing is not None:
+            runner.kept = self.passing.heard_by(self.store)
         if self.is_chosen and num_calls > 1:
             runner.kinds = runner.kept = self._ran = None
             return ()
         if self._planner is not None:
-            self._measure(runner)
+            self._measure(runner, num_micro_batches)
         one_memory, count = accelerator.is_one_memory(), self._layers.num_layers
         cells = kept_cells(count, num_micro_batches, self.settings.kept_shares, one_memory)
         if self._kinds is not None:
             self._kinds.cells = None if len(cells) == num_cells(count, num_micro_batches) else frozenset(cells)
         away = {cell: tier for cell, tier in cells.items() if tier is not Tier.DEVICE}
         if self.store is not None:
-            self.store.open_step(away)
+            self.store.open_step(away, num_cells(count, num_micro_batches))
         return tuple(away) if self.store is not None else ()
 
     def close_step(self, runner: ScheduleRunner, num_calls: int) -> None:
         """A step has run: choose what the next ones keep, where that is due. Collective there."""
+        if self.passing is not None:
+            self.passing.tell(self.store)
+            self.passing = None
         planner, measuring = self._planner, self._measuring
         if planner is None:
             return
@@ -112,6 +120,7 @@ class RunKeeping:
             own = nothing_measured(f"the code of a micro-batch calls the model {num_calls} times", self._room())
         else:
             own = measured_step(measuring.probe, measuring.times, self._layers, self._room())
+            own = replace(own, num_micro_batches=measuring.num_micro_batches)
         self._take(planner.choose(own))
 
     def abandon(self) -> None:
@@ -126,11 +135,11 @@ class RunKeeping:
 
     # ---- the choice
 
-    def _measure(self, runner: ScheduleRunner) -> None:
+    def _measure(self, runner: ScheduleRunner, num_micro_batches: int) -> None:
         """Let the step that begins be measured."""
         tracer = runner.tracer
         times = EventTimes(tracer or Tracer()) if accelerator.is_one_memory() else None
-        self._measuring = _Measuring(Probe(accelerator.synchronize), times, tracer)
+        self._measuring = _Measuring(Probe(accelerator.synchronize), times, tracer, num_micro_batches)
         runner.probe, runner.tracer = self._measuring.probe, times or tracer
 
     def _stop_measuring(self, runner: ScheduleRunner) -> None:

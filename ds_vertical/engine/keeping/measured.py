@@ -47,13 +47,15 @@ class EventTimes(Tracer):
 class MeasuredStep:
     """Of one rank. `seconds`: of one micro-batch through a block and through what stands around them. `input_bytes`: of what
     passes to a block. `menu`: the mean block's (bytes, seconds saved) by policy; empty where nothing was measured. `reasons`:
-    why it lacks a policy. `room`: further bytes that what is kept may take of each tier; None: any number."""
+    why it lacks a policy. `room`: further bytes that what is kept may take of each tier; None: any number.
+    `num_micro_batches`: of the step, on the rank with fewest; None: as many as a step may have."""
 
     seconds: Seconds
     input_bytes: int
     menu: Mapping[ActivationPolicy, tuple[float, float]]
     reasons: tuple[str, ...]
     room: Mapping[Tier, float | None]
+    num_micro_batches: int | None = None
 
     @property
     def points(self) -> tuple[PolicyPoint, ...]:
@@ -126,7 +128,8 @@ def agreed(steps: Sequence[MeasuredStep]) -> MeasuredStep:
     menu = {p: (max(s.menu[p][0] for s in steps), sum(s.menu[p][1] for s in steps) / count) for p in policies}
     room = {tier: _least([each.room[tier] for each in steps]) for tier in Tier}
     reasons = dict.fromkeys(reason for each in steps for reason in each.reasons)
-    return MeasuredStep(seconds, max(each.input_bytes for each in steps), menu, tuple(reasons), room)
+    fewest = min((each.num_micro_batches for each in steps if each.num_micro_batches is not None), default=None)
+    return MeasuredStep(seconds, max(each.input_bytes for each in steps), menu, tuple(reasons), room, fewest)
 
 
 def _least(rooms: Sequence[float | None]) -> float | None:

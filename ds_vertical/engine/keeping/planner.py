@@ -139,11 +139,16 @@ class KeepPlanner:
         return tuple(tier for tier in Tier if self._room(step, tier) != 0)
 
     def _room(self, step: MeasuredStep, tier: Tier) -> float | None:
-        """Further bytes of a tier; the memory budget has left what passes between layers uncounted."""
+        """Further bytes of a tier; the memory budget has left what passes between layers uncounted. On a device what is left
+        beside the step counts it, but later steps may have more micro-batches."""
         room, terms = step.room[tier], self.forecast.terms
-        if room is None or tier is Tier.SSD or (tier is Tier.DEVICE and not terms.one_memory):
+        if room is None or tier is Tier.SSD:
             return room
         shares = self.resolved.activations.shares
+        if tier is Tier.DEVICE and not terms.one_memory:
+            later = terms.num_micro_batches - (step.num_micro_batches or terms.num_micro_batches)
+            stays = 1 - shares[Tier.SSD] - shares[Tier.HOST]
+            return max(0.0, room - stays * max(0, later) * self._num_layers * step.input_bytes)
         resting = 1 - shares[Tier.SSD] if terms.one_memory else shares[Tier.HOST]
         return max(0.0, room - resting * (terms.num_micro_batches * self._num_layers + 2) * step.input_bytes)
 

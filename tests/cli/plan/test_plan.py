@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ds_vertical
 from ds_vertical.cli import main
 from ds_vertical.cli.plan import fake_run
+from ds_vertical.cli.plan.command import plan_lines
 from ds_vertical.config.cross_check import check
 from ds_vertical.config.section import load_section
 from ds_vertical.engine import machine_cache
@@ -242,6 +243,29 @@ def test_what_a_plan_writes_trains_as_it_stands(tmp_path: Path, capsys: pytest.C
         assert engine.ran == simulated.schedule(engine.layers.num_layers), "another schedule was planned with"
     finally:
         dispose(engine)
+
+
+def test_a_plan_for_several_ranks_says_how_many_micro_batches_elastic_may_give_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = asdict(profile.read_profile("a100_server").machine)
+    rates |= {"one_memory": True, "copy_in_bytes_per_s": None, "copy_out_bytes_per_s": None}
+    report = {"machine": rates, "capacity": {"ssd_bytes": 1e12}, "rates": {"fp32_flops_per_s": 1e11}}
+    (tmp_path / "machine.json").write_text(json.dumps(report))
+    options = ["--model", "gpt_13m", "--tokens-per-step", "65536", "--sequence-length", "256", "--micro-batch-size", "1"]
+    options += ["--machine", str(tmp_path / "machine.json"), "--dtype", "fp32", "--num-ranks", "2"]
+    found = planned(capsys, *options, "--host-memory", "2.7G")
+    count, elastic = found["setting"]["num_micro_batches"], found["elastic"]
+    assert (count, elastic["most"]) == (128, 255)
+    items = {item["what"]: item["num_bytes"] for item in found["memory"]}
+    inputs, num_layers = 256 * 512 * 4, 4 // found["setting"]["blocks_per_layer"]
+    assert items["activations between layers"] == (num_layers * count + 2) * inputs
+    of_one = num_layers * inputs + items.get("kept for the backward", 0) / count
+    assert elastic["fitting"] == count + (1.35e9 - sum(items.values())) // of_one < 255, items
+    assert f'write "elastic": {{"max_micro_batches": {elastic["fitting"]}}}' in "\n".join(plan_lines(found))
+    roomy = planned(capsys, *options, "--host-memory", "64G")
+    assert roomy["elastic"] == {"most": 255, "fitting": 255}
+    assert "a rank has room for 255 micro-batches, the most that elastic may give it" in "\n".join(plan_lines(roomy))
 
 
 @pytest.mark.slow
