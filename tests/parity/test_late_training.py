@@ -64,10 +64,3 @@ def test_the_host_waits_a_few_times_a_step_and_for_no_fetch(late: Callable[[str]
     known = {"streams.py:wait", "streams.py:mark", "grad_store.py:wait", "buffers.py:take", "param_shards.py:_wait_copies"}
     assert set(by_site) <= known, by_site
     assert sum(by_site.values()) <= 2 * NUM_LAYERS + 2, by_site
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tier", ["host memory", "SSD"])
-def test_no_copy_of_activations_is_waited_for_where_it_rests_in_host_memory(late: Callable[[str], Outcome], tier: str) -> None:
-    sites = {wait.site for wait in late(f"bf16, activations {'in' if tier == 'host memory' else 'on'} {tier}").waits[-1]}
-    assert ("tensor_swapper.py:wait_written" in sites) is (tier == "SSD")
