@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "device_name",
     "device_room",
+    "free_device_bytes",
     "dist",
     "get_accelerator",
     "init_distributed",
@@ -61,7 +62,7 @@ class Accelerator(Protocol):
         """Use another device from now on, on this thread."""
         ...
 
-    def current_stream(self) -> torch.cuda.Stream:
+    def current_stream(self) -> torch.Stream:
         """The stream on which the device works for this thread."""
         ...
 
@@ -122,6 +123,11 @@ def synchronize() -> None:
     """Wait until the device has done all that it was given; it computes at once where it is the host."""
     if not is_one_memory():
         _device_memory().synchronize()
+
+
+def free_device_bytes() -> int | None:
+    """Bytes of the device's own memory that are free now; None where the device computes in host memory."""
+    return None if is_one_memory() else _device_memory().available_memory()
 
 
 def device_room() -> int | None:

@@ -89,20 +89,19 @@ def group_norms(optimizer: DeepSpeedZeroOptimizer_Stage3, groups: Sequence[Seque
     the first segment here, and have stock's bits with any number of ranks.
     """
     known = optimizer.norm_for_param_grads
-    squares = []
-    for params in groups:
-        own = (known.get(optimizer.get_param_id(param)) for param in params)
-        squares.append(float(sum((norm**2 for norm in own if norm is not None), start=0.0)))
+    ids = [[optimizer.get_param_id(param) for param in params] for params in groups]
+    norms = [known[each] for members in ids for each in members if known.get(each) is not None]
+    on_host = iter(torch.stack(norms).cpu() if norms else ())  # in one copy: for each number the host would wait
+    squares = [
+        float(sum((next(on_host) ** 2 for each in members if known.get(each) is not None), start=0.0)) for members in ids
+    ]
     group, device = optimizer._get_param_partition_group(groups[0][0]), device_name()
     totals = torch.zeros(2 * dist.get_world_size(group), len(groups), dtype=torch.float32, device=device)
     totals[0] = torch.tensor(squares, dtype=torch.float32)
     dist.all_reduce(totals, op=dist.ReduceOp.SUM, group=group)
-    found = []
-    for total in totals[0]:
-        norm = total**0.5
-        mask_nan_or_inf_with_val_inplace(norm, device=norm.device)
-        found.append(norm.cpu())
-    return found
+    roots = torch.stack([total**0.5 for total in totals[0]]).cpu()  # one by one: torch's root of several may be another
+    mask_nan_or_inf_with_val_inplace(roots, device=roots.device)
+    return list(roots)
 
 
 def start_reduction(sums: Sequence[torch.Tensor], group: ProcessGroup | None) -> Callable[[], list[torch.Tensor]]:

@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero
 from deepspeed.runtime.zero.utils import apply_to_tensors_only  # noqa: F401 - used by others
 from torch.distributed import ProcessGroup
 
-from ds_vertical.compat.accelerator import get_accelerator
+from ds_vertical.compat.accelerator import device_name, get_accelerator
 from ds_vertical.types import Tier
 
 P = ParamSpec("P")
@@ -252,6 +252,20 @@ def expect_no_more(params: Iterable[ZeroParam]) -> None:
     for param in params:
         if param.ds_status == ZeroParamStatus.INFLIGHT:
             _drop_full(param)
+
+
+def copy_to_device(params: Sequence[ZeroParam]) -> list[torch.Tensor]:
+    """Start to copy the shards of a lone rank, which are the whole parameters, to the device beside the host; returns the full
+    parameters. The device's current stream has them whole when it comes to them. Stock would wait for the copies: until they
+    are complete, the caller leaves the shards alone."""
+    expect(params)
+    device = device_name()
+    try:
+        fill((param, param.ds_tensor.data.to(device, non_blocking=True)) for param in params)
+    except BaseException:
+        expect_no_more(params)
+        raise
+    return [param.data for param in params]
 
 
 def start_gather(params: Sequence[ZeroParam], group: ProcessGroup | None = None) -> Callable[[], None]:

@@ -8,8 +8,9 @@ Shards come at another moment on each rank, while all ranks must issue their col
 in the order of its fetches, which all ranks share, and in a process group for gathers alone: no other collective that a rank
 issues meanwhile can come between them.
 
-With one rank there is no order to keep, and each unit goes to the device when it is used. With several ranks on a GPU a gather
-is issued when its unit is used, too: the GPU is then still busy with what the host issued before.
+With one rank there is no order to keep. On the processor each unit is then there when it is read. Beside a device its copy is
+issued as a gather is: as soon as it is read and the device has room. With several ranks on a GPU a gather is issued when its
+unit is used: the GPU is then still busy with what the host issued before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The memory budget of a run that is about to start: its model and JSON in the terms of `memory_budget`, against what the host
 has.
 
-Activations are left out: how large they are shows with the first batch.
+Activations are left out: how large they are shows with the first batch. So what is asked of a device is the least that it
+needs: the logits of a large vocabulary come on top.
 """
 
 from __future__ import annotations
@@ -437,12 +438,14 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
 def _fault(
     shape: ModelShape, terms: BudgetTerms, further: tuple[BudgetItem, ...], allowed: int, limit: int | None, ranks: int
 ) -> str | None:
+    limits = {Tier.HOST: allowed, Tier.DEVICE: accelerator.free_device_bytes()}
     try:
-        items = memory_budget.check_budget(shape, terms, further, {Tier.HOST: allowed})
+        items = memory_budget.check_budget(shape, terms, further, limits)
     except MemoryBudgetError as error:
-        if limit is None:
+        needed = memory_budget.total_bytes(memory_budget.budget(shape, terms, further), Tier.HOST)
+        if limit is None or needed <= allowed:
             return str(error)
-        needed = ranks * memory_budget.total_bytes(memory_budget.budget(shape, terms, further), Tier.HOST)
+        needed *= ranks
         first, *others = str(error).splitlines()
         return "\n".join((f'{first} or "{_LIMIT}": {round(_HEADROOM * needed)} (now {limit})', *others))
     needed = sum(item.num_bytes for item in items if item.what in ("parameter buffers", "optimizer slots"))

@@ -39,6 +39,7 @@ from typing import Final
 
 import torch
 
+from ds_vertical.io import streams
 from ds_vertical.types import Tier
 
 _CAP_IPC_LOCK: Final = 14
@@ -109,8 +110,9 @@ def resident_bytes() -> int:
 
 
 def memory_bytes() -> dict[str, int]:
-    """What this process has of each memory: all of its host memory, and of a GPU's what its tensors take."""
-    device: dict[str, int] = {Tier.DEVICE: torch.cuda.memory_allocated()} if torch.cuda.is_initialized() else {}
+    """What this process has of each memory: all of its host memory, and of a device's beside it what its tensors take."""
+    module = streams.module_in_use()
+    device: dict[str, int] = {} if module is None else {Tier.DEVICE: module.memory_allocated()}
     return {Tier.HOST: resident_bytes()} | device
 
 
@@ -190,8 +192,10 @@ def keep_cores_for_this_thread() -> None:
 def serve_device(device: torch.device, num_ranks: int) -> None:
     """Let the calling thread work for `device` from the host, beside those of other ranks: `num_ranks` in all share its cores.
     Nothing changes where the device is the host."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # a thread's first one is device 0: whatever it asks of CUDA would set that up, too
+    if streams.works_beside_host(device):
+        streams.module_of(device).set_device(
+            device
+        )  # a thread's first one is device 0: whatever it asks of CUDA would set that up, too
         share_cores(num_ranks)
 
 

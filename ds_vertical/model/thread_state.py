@@ -9,6 +9,7 @@ applies that of the side that it enters. The modes that a forward has entered ar
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from ds_vertical.interrupts import Changed
+from ds_vertical.io import streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,10 @@ class AutocastState:
         torch.set_autocast_dtype(self.device_type, self.dtype)
 
 
+@functools.cache
 def _autocast_device_types() -> tuple[str, ...]:
-    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    beside = streams.kind_beside_host()
+    return ("cpu",) if beside is None else ("cpu", beside.type)
 
 
 def _autocast_nesting() -> int:
@@ -133,13 +137,13 @@ class ThreadState:
     rng: torch.Tensor
     device_rng: torch.Tensor | None
     device: int | None
-    stream: torch.cuda.Stream | None
+    stream: torch.Stream | None
     settings: Settings
 
     @classmethod
     def capture(cls) -> ThreadState:
         """This thread's state now."""
-        on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        beside = streams.module_in_use()
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -150,9 +154,9 @@ class ThreadState:
             autocast_cache=torch.is_autocast_cache_enabled(),
             autocast_nesting=_autocast_nesting(),
             rng=torch.get_rng_state(),
-            device_rng=torch.cuda.get_rng_state() if on_cuda else None,
-            device=torch.cuda.current_device() if on_cuda else None,
-            stream=torch.cuda.current_stream() if on_cuda else None,
+            device_rng=None if beside is None else beside.get_rng_state(),
+            device=None if beside is None else beside.current_device(),
+            stream=None if beside is None else beside.current_stream(),
             settings=Settings.capture(),
         )
 
@@ -163,8 +167,9 @@ class ThreadState:
         torch.set_autocast_cache_enabled(self.autocast_cache)
         _set_autocast_nesting(self.autocast_nesting)
         if self.device is not None and self.stream is not None:
-            torch.cuda.set_device(self.device)
-            torch.cuda.set_stream(self.stream)
+            module = streams.module_of(self.stream.device)
+            module.set_device(self.device)
+            module.set_stream(self.stream)
         self.settings.apply()
         self.apply_rng()
         torch._C._set_grad_enabled(self.grad)
@@ -172,16 +177,18 @@ class ThreadState:
     def apply_rng(self) -> None:
         """Put back only the random streams, of the host and of the current device."""
         torch.set_rng_state(self.rng)
-        if self.device_rng is not None:
-            torch.cuda.set_rng_state(self.device_rng)
+        beside = streams.module_in_use()
+        if self.device_rng is not None and beside is not None:
+            beside.set_rng_state(self.device_rng)
 
     def seeded(self, seed: int) -> ThreadState:
         """This state with fresh random streams seeded by `seed`."""
         outer = ThreadState.capture()
         try:
             torch.default_generator.manual_seed(seed)
-            if outer.device_rng is not None:
-                torch.cuda.manual_seed(seed)  # of this device alone: the others' streams would stay seeded
+            beside = streams.module_in_use()
+            if outer.device_rng is not None and beside is not None:
+                beside.manual_seed(seed)  # of this device alone: the others' streams would stay seeded
             now = ThreadState.capture()
         finally:
             outer.apply_rng()

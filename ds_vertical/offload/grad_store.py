@@ -14,11 +14,11 @@ from typing import Literal, Protocol
 import torch
 
 from ds_vertical.errors import GradientGoneError
+from ds_vertical.io import streams
 from ds_vertical.io.aio import DiskQueue, Transfer
 from ds_vertical.io.buffers import Reserve
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.extents import Extent
-from ds_vertical.io.streams import CopyEvent
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload.chunking import ALIGNMENT, FP32_BYTES, Part, spread_parts
 from ds_vertical.schedule.events import Unit
@@ -74,21 +74,35 @@ class _Held:
     data: torch.Tensor
     memory: _Memory
     uses: set[Use]
-    copied: CopyEvent | None = None
+    copied: streams.DeviceEvent | None = None
 
 
 @dataclass(eq=False)
 class _Unit:
     """A unit's gradients: those in memory, and which are (or will be) in the file. `lock`: of all units, whose parts may lie
-    in one memory."""
+    in one memory. `unwritten`: parts that are to be written once they have arrived in host memory."""
 
     lock: threading.Lock
+    file: GradientFile
     parts: dict[Part, _Held] = field(default_factory=dict)
     on_ssd: set[Part] = field(default_factory=set)
+    unwritten: list[Part] = field(default_factory=list)
     writes: list[tuple[Part, Transfer]] = field(default_factory=list)
 
+    def start_writes(self, wait: bool = False) -> None:
+        """Start the writes of what has arrived in host memory; all of them, with `wait`."""
+        while self.unwritten:
+            entry = self.parts[self.unwritten[0]]
+            if entry.copied is not None and not wait and not entry.copied.query():
+                return
+            if entry.copied is not None:
+                entry.copied.synchronize()
+            self.writes.append((self.unwritten[0], self.file.write(self.unwritten[0], entry.data)))
+            del self.unwritten[0]
+
     def wait_written(self) -> None:
-        """Return when all that is being written is on SSD, and give its memory back. Raises DiskError."""
+        """Return when all that is to be written is on SSD, and give its memory back. Raises DiskError."""
+        self.start_writes(wait=True)
         for part, transfer in self.writes:
             transfer.wait()
             self.finish(part, "write")
@@ -139,6 +153,7 @@ class HeldGradients:
         self._units: dict[Unit, _Unit] = {}
         self._owner: dict[int, Unit] = {}  # by chunk
         self._reserve = Reserve(_page_locked if page_locked else aligned)
+        self._outgoing = streams.OutgoingStream()
 
     @property
     def num_bytes(self) -> int:
@@ -152,7 +167,7 @@ class HeldGradients:
         `final`: for good. Returns whether `sums.flat` itself is held: then `sums.give_back` will be called with it.
         """
         self.drop(unit)
-        held = self._units[unit] = _Unit(self._lock)
+        held = self._units[unit] = _Unit(self._lock, self.file)
         uses = {
             part: self._uses(part, is_early and early, final)
             for index in indices
@@ -164,7 +179,7 @@ class HeldGradients:
         whole = None
         if flat is not None and _lie_in(flat, sums.shares, [size for index in indices for size in self._chunks[index].sizes]):
             whole = _Memory(flat, sums.give_back)
-        start, left, copied = 0, iter(sums.shares), None
+        start, left = 0, iter(sums.shares)
         for index in indices:
             self._owner[index] = unit
             copies: dict[Part, torch.Tensor] = {}
@@ -176,22 +191,24 @@ class HeldGradients:
                     memory = _Memory(self._reserve.take(aligned_numel(part)), self._reserve.put_back, 1)
                     copies[part] = memory.tensor.narrow(0, 0, part.numel)
                     held.parts[part] = _Held(copies[part], memory, uses[part])
-            copied = _fill(copies, self._chunks[index].sizes, left) or copied
+            _fill(copies, self._chunks[index].sizes, left, self._outgoing)
             start += sum(self._chunks[index].sizes)
+        copied = self._outgoing.mark()
         for part in held.parts.values():
             part.copied = copied
         next(left, None)  # what gives the shares comes to its end
         return whole is not None and whole.num_users > 0
 
     def write(self, unit: Unit) -> Ticket | None:
-        """Start writing what of a unit waits on SSD; the ticket's wait gives its memory back. Raises DiskError there."""
+        """Start writing what of a unit waits on SSD; the ticket's wait gives its memory back. Raises DiskError there. What is
+        yet to arrive in host memory is written later, when this is called for another unit, or the ticket waited for."""
         held = self._units.get(unit)
         if held is None or not held.on_ssd:
             return None
-        for part in sorted(held.on_ssd, key=lambda part: (part.chunk, part.start)):
-            self.wait(part)
-            held.writes.append((part, self.file.write(part, held.parts[part].data)))
-        num_bytes = sum(transfer.num_bytes for _, transfer in held.writes)
+        held.unwritten = sorted(held.on_ssd, key=lambda part: (part.chunk, part.start))
+        num_bytes = FP32_BYTES * sum(map(aligned_numel, held.unwritten))
+        for each in self._units.values():
+            each.start_writes()
         return Ticket(f"hold {unit}", held.wait_written, num_bytes)
 
     def extents(self, part: Part) -> list[Extent]:
@@ -238,9 +255,10 @@ class HeldGradients:
     def drop(self, unit: Unit) -> None:
         """Give all memory of a unit's gradients back. None of them may be in use, nor being written."""
         held = self._units.get(unit)
-        for part in list(held.parts) if held is not None else ():
-            assert held is not None
-            held.release(part)
+        if held is not None:
+            held.unwritten.clear()
+            for part in list(held.parts):
+                held.release(part)
         self._units.pop(unit, None)
 
     def abandon(self, due: Collection[Unit]) -> OSError | None:
@@ -300,10 +318,15 @@ def _parts_of(chunk: Parted) -> Iterator[tuple[Part, bool]]:
     yield from ((part, False) for part in chunk.delayed)
 
 
-def _fill(copies: Mapping[Part, torch.Tensor], sizes: Sequence[int], shares: Iterator[torch.Tensor]) -> CopyEvent | None:
+def _fill(
+    copies: Mapping[Part, torch.Tensor],
+    sizes: Sequence[int],
+    shares: Iterator[torch.Tensor],
+    outgoing: streams.OutgoingStream,
+) -> None:
     """Copy a chunk's shares, which come one after the other, into the memory of its parts; zeros where a share is shorter than
-    its place. Returns what the host has to wait for ahead of a read; None where that is nothing."""
-    start, copied = 0, None
+    its place. `outgoing` has the event that the host waits for ahead of a read."""
+    start = 0
     for size in sizes:
         share = next(shares)
         for part, data in copies.items():
@@ -311,14 +334,12 @@ def _fill(copies: Mapping[Part, torch.Tensor], sizes: Sequence[int], shares: Ite
             filled = max(first, min(last, start + share.numel()))
             if first < filled:
                 source = share.narrow(0, first - start, filled - first)
-                data.narrow(0, first - part.start, filled - first).copy_(source, non_blocking=True)
+                outgoing.copy(data.narrow(0, first - part.start, filled - first), source)
+                del source
             if filled < last:
                 data.narrow(0, filled - part.start, last - filled).zero_()
-        if share.is_cuda:
-            copied = torch.cuda.current_stream(share.device).record_event()
         del share  # ahead of the next one, whose reduction may need the memory
         start += size
-    return copied
 
 
 def _page_locked(numel: int) -> torch.Tensor:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from ds_vertical.compat import pinned_memory, zero_params
 from ds_vertical.distributed.gather_queue import UnitGather
-from ds_vertical.io import files
+from ds_vertical.io import files, streams
 from ds_vertical.io.aio import DiskQueue, Transfer
-from ds_vertical.io.buffers import BufferPool, HostBuffer
+from ds_vertical.io.buffers import BufferPool, HostBuffer, nothing_to_wait_for
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.runs import stripes
 from ds_vertical.schedule.events import Unit
@@ -289,3 +290,56 @@ class Update:
         """Complete the writes, whatever comes of them: the values are needed no more. None of the caller's may be under way."""
         writer.give_up(self.writes)
         self.buffer.writes = [write for write in self.buffer.writes if write not in self.writes]
+
+
+class Landing:
+    """Brings the parameters of fetched units to the device. `most_behind`: see `ParamSettings`; `group`: of the ranks.
+
+    `is_copy`: a lone rank beside a device, whose shards are the whole parameters. The host waits for no copy of them; the
+    device does, ahead of their use. So a unit may land as soon as it is read, if the device's memory has room.
+
+    [Note: shards in place] A shard that rests in host memory is stepped there. Its step needs the gradient, which comes behind
+    the computation, which comes behind the copy. Other code (a load, a user's write) may change it between two passes. So when
+    nothing is fetched any more the host waits for the last copy.
+    """
+
+    def __init__(self, device: torch.device, group: ProcessGroup | None, most_behind: int) -> None:
+        self.is_copy = group is None and streams.works_beside_host(device)
+        self._group = group
+        self._lane = streams.CopyStream(device)
+        self._backlog = streams.EventWindow(streams.recorder(device), most_behind)
+        self._wait_last = nothing_to_wait_for
+
+    def has_room(self, residents: Mapping[Unit, Resident]) -> bool:
+        """Whether the device has room for one more layer beside those that it holds."""
+        return self._backlog.has_room(_num_landed(residents) + 1)
+
+    def wait_room(self, residents: Mapping[Unit, Resident]) -> None:
+        """Return once it has."""
+        self._backlog.wait(_num_landed(residents) + 1)
+
+    def bring(self, params: Sequence[nn.Parameter]) -> Callable[[], None]:
+        """Assemble full parameters from shards that are in memory. Returns what waits for the copies of these."""
+        self._wait_last = self._lane.run(
+            lambda: zero_params.copy_to_device(params) if self.is_copy else zero_params.gather(params, self._group)
+        )
+        return self._wait_last
+
+    def release(self, residents: Mapping[Unit, Resident]) -> None:
+        """The host has released a unit that the device still computes with; `residents`: the others."""
+        self._backlog.mark()
+        if not residents:
+            self._wait_copies()
+
+    def clear(self) -> None:
+        """Forget what has been released, after an error: the device has been waited for, or has failed."""
+        self._wait_copies()
+        self._backlog.clear()
+
+    def _wait_copies(self) -> None:
+        self._wait_last()
+        self._wait_last = nothing_to_wait_for
+
+
+def _num_landed(residents: Mapping[Unit, Resident]) -> int:
+    return sum(isinstance(unit, int) and bool(resident.gathered) for unit, resident in residents.items())

@@ -21,8 +21,8 @@ from ds_vertical.distributed.unit_levels import UnitLevels
 from ds_vertical.io.aio import DiskQueue, Transfer, complete
 from ds_vertical.io.buffers import BufferPool, HostBuffer, nothing_to_wait_for
 from ds_vertical.io.checksums import Checksums
-from ds_vertical.io.streams import CopyStream, EventWindow, recorder
 from ds_vertical.io.ticket import Ticket
+from ds_vertical.offload import param_shards
 from ds_vertical.offload.param_shards import Copy, ElementRange, Resident, Shard, ShardFiles, ShardPiece, UnitBuffers, Update
 from ds_vertical.schedule.events import Unit
 from ds_vertical.schedule.levels import Arrival
@@ -213,8 +213,7 @@ class ParamStore:
         self.units = units
         self._resident: dict[Unit, Resident] = {}
         self.ahead: dict[Unit, Copy] = {}
-        self._lane = CopyStream(settings.device)
-        self._backlog = EventWindow(recorder(settings.device), settings.most_behind)
+        self._landing = param_shards.Landing(settings.device, settings.group, settings.most_behind)
         self.writer = writer
         self.buffers = UnitBuffers(self.files, new_queue, settings.num_buffers)
         self.updates = ParamUpdates(self.files, self.buffers, writer, self._take)
@@ -222,7 +221,8 @@ class ParamStore:
         self._group, self._levels = settings.group, settings.levels
         self.copies = None if settings.levels is None else StandingCopies(self, settings.levels)
         self._in_flight = settings.group is not None and settings.device.type == "cpu"
-        self.gathers = GatherQueue(in_order=settings.group is not None, early=self._in_flight and settings.overlap)
+        early = settings.overlap and (self._in_flight or self._landing.is_copy)
+        self.gathers = GatherQueue(in_order=settings.group is not None, early=early)
         self._closed = False
 
     @property
@@ -245,7 +245,8 @@ class ParamStore:
         partitioned = [param for param in self.units[unit] if zero_params.is_partitioned(param)]
         resident = Resident(buffer, partitioned, [])
         resident.gather = gather = UnitGather(
-            lambda: self._gather(unit, shards, step, arrival), lambda: (step is None or step.is_over) and resident.is_read
+            lambda: self._gather(unit, shards, step, arrival),
+            lambda: (step is None or step.is_over) and resident.is_read and self._landing.has_room(self._resident),
         )
         self._resident[unit] = resident
 
@@ -324,7 +325,7 @@ class ParamStore:
             resident.buffer.check_reads()
             for shard in shards:
                 zero_params.bind_shard(shard.param, shard.view(resident.buffer.data))
-        self._backlog.wait()
+        self._landing.wait_room(self._resident)
         if self._levels is not None and (arrival.spreads or arrival.from_copy):
             version = self.files.versions[unit]
             resident.gathered, wait = self._levels.start(unit, resident.partitioned, arrival, version)
@@ -333,7 +334,7 @@ class ParamStore:
             resident.gathered = list(resident.partitioned)
             return zero_params.start_gather(resident.gathered, self._group)
         resident.gathered = [param for param in self.units[unit] if zero_params.is_partitioned(param)]
-        wait_copies = self._lane.run(lambda: zero_params.gather(resident.gathered, self._group))
+        wait_copies = self._landing.bring(resident.gathered)
         if resident.buffer is not None:
             resident.buffer.wait_copies = wait_copies
         return nothing_to_wait_for
@@ -347,7 +348,7 @@ class ParamStore:
             if zero_params.needs_read(shard.param):
                 zero_params.bind_shard(shard.param, torch.zeros(shard.numel, dtype=shard.param.dtype))
         gathered = [param for param in self.units[unit] if zero_params.is_partitioned(param)]
-        self._lane.run(lambda: zero_params.gather(gathered, self._group))
+        self._landing.bring(gathered)
         zero_params.partition(param for param in gathered if not zero_params.is_persistent(param))
 
     def release(self, unit: Unit, comes_back: bool = False) -> None:
@@ -361,8 +362,8 @@ class ParamStore:
             self.ahead[unit] = Copy(resident.buffer, self.files.versions[unit])
         elif resident.buffer is not None:
             self.buffers.pool(unit).put_back(resident.buffer)
-        self._backlog.mark()
         del self._resident[unit]  # not before: an interrupt must not forget what is full
+        self._landing.release(self._resident)
 
     def _take(self, unit: Unit) -> HostBuffer:
         """A free buffer; where there is none, that of the oldest finished update which no fetch has taken, or of what was
@@ -391,7 +392,7 @@ class ParamStore:
         if self._levels is not None:
             self._levels.drop_all()
         self.ahead.clear()
-        self._backlog.clear()
+        self._landing.clear()
         self.buffers.reset(self.updates.taken_buffers())
 
     def close(self) -> None:

@@ -17,16 +17,15 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ds_vertical.errors import MemoryBudgetError, StorageError
+from ds_vertical.io import streams
 from ds_vertical.io.aio import DiskQueue, Transfer
 from ds_vertical.io.buffers import BufferPool, HostBuffer
 from ds_vertical.io.extents import Extents
 from ds_vertical.io.files import preallocate
-from ds_vertical.io.streams import CopyEvent
 from ds_vertical.types import Tier
 
 _TIERS = (Tier.HOST, Tier.SSD)
@@ -61,11 +60,11 @@ class SwappedTensor:
     num_bytes: int
     offset: int = -1
     host: torch.Tensor | None = None
-    copied: CopyEvent | None = None
+    copied: streams.DeviceEvent | None = None
     buffer: HostBuffer | None = None
     writes: list[Transfer] = field(default_factory=list)
     land: Land | None = None
-    landed: Any = None  # torch's own type, which differs with the accelerator
+    landed: streams.DeviceEvent | None = None
 
 
 class HostTier:
@@ -156,7 +155,7 @@ class TensorSwapper:
         host_limit: int | None = None,
     ) -> None:
         self._memory = memory
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = streams.new_stream(device)
         self._file = None if path is None else GrowingFile(path)
         self._unwritten: list[SwappedTensor] = []
         self._coming: list[SwappedTensor] = []
@@ -204,7 +203,7 @@ class TensorSwapper:
                 piece.copy_(tensor, non_blocking=self._stream is not None)
                 if self._stream is not None:
                     tensor.record_stream(self._stream)
-            swapped.copied = self._stream.record_event() if self._stream is not None else None
+            swapped.copied = streams.record_event(self._stream) if self._stream is not None else None
         if tier is Tier.SSD:
             self._unwritten.append(swapped)
             self._advance()
@@ -242,12 +241,13 @@ class TensorSwapper:
         self._advance()
 
     def arrive(self, swapped: SwappedTensor) -> None:
-        """Return once the bytes are where they belong (on CUDA: for all later work of the current stream). Raises DiskError."""
+        """Return once the bytes are where they belong (beside the host: for all later work of the current stream). Raises
+        DiskError."""
         self._advance()
         if swapped.land is not None:
             self._land(swapped)
-        if swapped.landed is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(swapped.landed)
+        if swapped.landed is not None and self._stream is not None:
+            swapped.landed.wait(streams.current_stream(self._stream.device))
 
     def _land(self, swapped: SwappedTensor) -> None:
         self._coming.remove(swapped)
@@ -264,7 +264,7 @@ class TensorSwapper:
                 for piece, target in zip(_pieces(source, targets), targets, strict=True):
                     target.copy_(piece, non_blocking=self._stream is not None)
                 if self._stream is not None:
-                    swapped.landed = self._stream.record_event()
+                    swapped.landed = streams.record_event(self._stream)
                     if buffer is not None:
                         buffer.wait_copies = swapped.landed.synchronize
         finally:
@@ -284,8 +284,9 @@ class TensorSwapper:
 
     def drop(self, swapped: SwappedTensor) -> None:
         """Forget a swapped tensor, which must not be on its way back. Raises DiskError for a write of it that failed."""
-        self.wait_written(swapped)
-        self._forget(swapped)
+        if swapped.tier is Tier.SSD:
+            self.wait_written(swapped)
+        self._forget(swapped)  # the next copy into its host memory stands behind this one's in the same stream
 
     def abandon(self) -> None:
         """Forget everything, after an error, once nothing is in flight any more."""
@@ -349,13 +350,13 @@ class TensorSwapper:
 
 
 @contextlib.contextmanager
-def _copies_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def _copies_on(stream: torch.Stream | None) -> Iterator[None]:
     """Copies of the block run on a stream of their own, after what the device has been given so far; None: at once."""
     if stream is None:
         yield
         return
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
+    stream.wait_stream(streams.current_stream(stream.device))
+    with streams.given_to(stream):
         yield
 
 

@@ -206,6 +206,27 @@ def test_memory_that_a_device_locks_is_not_held_against_the_users_limit(
         memory_check.check_memory(forecast, model.parameters(), None)
 
 
+@pytest.mark.parametrize("limit", [None, 8 << 30])
+def test_a_device_with_too_little_free_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    from ds_vertical.compat import accelerator
+    from ds_vertical.engine import memory_check
+    from ds_vertical.model.layers import map_layers
+
+    start_process_group()
+    model, config = MixerModel(3, width=1024), base_config(tmp_path)
+    section = resolve(load_section(config), 0)
+    monkeypatch.setattr(accelerator, "is_one_memory", lambda: False)
+    forecast = memory_check.Forecast(map_layers(model, None), memory_check.groups_of(model, None, None), config, section)
+    monkeypatch.setattr(accelerator, "free_device_bytes", lambda: 20 * MIB)
+    with pytest.raises(MemoryBudgetError, match=r"^device memory: needs \d+ bytes, 20971520 are allowed") as refused:
+        memory_check.check_memory(forecast, model.parameters(), limit)
+    assert "host_memory_bytes" not in str(refused.value).splitlines()[0]
+    monkeypatch.setattr(accelerator, "free_device_bytes", lambda: 1 << 30)
+    memory_check.check_memory(forecast, model.parameters(), limit)
+
+
 def test_the_budget_counts_the_micro_batches_that_deepspeed_derives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ds_vertical.engine import memory_check
     from ds_vertical.model.layers import map_layers

@@ -177,11 +177,11 @@ def test_a_unit_arrives_where_the_device_is_no_further_behind_than_the_window(
     gather = zero_params.gather
     monkeypatch.setattr(zero_params, "gather", lambda *given: (behind.append(len(left)), gather(*given))[1])
     with running(config(tmp_path, section={"prefetch_layers": window}), build, vertical=True) as (engine, _):
-        engine._params._backlog._record = partial(Mark, left)
+        engine._params._landing._backlog._record = partial(Mark, left)
         engine.train_batch(iter(token_batches(1, 2)[0]))
         assert max(behind) == window and len(behind) > NUM_LAYERS
         engine._params.release_all()
-        assert not engine._params._backlog._events
+        assert not engine._params._landing._backlog._events
 
 
 class Mark:

@@ -137,8 +137,11 @@ def build_engine(
     vertical: bool,
     groups: Callable[[nn.Module], Any] | None = None,
     under_zero_init: bool = True,
+    recording: bool = True,
 ) -> tuple[Any, nn.Module]:
-    """An engine as users make one: prepare, zero.Init, initialize. Seeds torch with 0 before the model is built."""
+    """An engine as users make one: prepare, zero.Init, initialize. Seeds torch with 0 before the model is built.
+
+    `recording`: what `read_grads` needs of a vertical engine, each gradient copied to the host at once."""
     start_process_group()
     import deepspeed
 
@@ -153,7 +156,7 @@ def build_engine(
     model.train()
     parameters = groups(model) if groups is not None else [p for p in model.parameters() if p.requires_grad]
     engine, *_ = ds_vertical.initialize(model=model, model_parameters=parameters, config=prepared)
-    if vertical:
+    if vertical and recording:
         _record_gradients(engine)
     return engine, model
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ds_vertical.io import streams
 from ds_vertical.io.host import keep_freed_memory
 from ds_vertical.model.block_call import BlockGraph
 from ds_vertical.model.compiled_blocks import is_compiled
@@ -85,7 +86,8 @@ class BlockTimer:
         facts = ParamFacts(nn.Parameter.numel, lambda param: param.dtype)
         self.on_host = device == "cpu"
         self.sums = GradientStore(self.layers.units, torch.float32, facts, place=SumPlace(device), pairs=self.on_host)
-        self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+        beside = None if self.on_host else streams.module_of(torch.device(device))
+        self.synchronize: Callable[[], None] = (lambda: None) if beside is None else beside.synchronize
 
     @cached_property
     def once(self) -> _Capture:

@@ -349,7 +349,7 @@ def _load(queues: Sequence[DiskQueue], pieces: Sequence[torch.Tensor], files: Se
 
 
 def copy_rates(num_bytes: int, rounds: int) -> dict[str, float]:
-    """Bytes/s of copies host to host, and to and from the device (page-locked) where it is CUDA."""
+    """Bytes/s of copies host to host, and to and from the device (page-locked) where it is not the host."""
     import torch
 
     def rate(target: torch.Tensor, source: torch.Tensor) -> float:
@@ -361,8 +361,8 @@ def copy_rates(num_bytes: int, rounds: int) -> dict[str, float]:
 
     host, other = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
     rates = {"copy_host_bytes_per_s": rate(other, host)}
-    if accelerator() == "cuda":
-        host, device = host.pin_memory(), torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
+    if accelerator() != "cpu":
+        host, device = host.pin_memory(), torch.ones(num_bytes, dtype=torch.uint8, device=accelerator())
         rates |= {"copy_in_bytes_per_s": rate(device, host), "copy_out_bytes_per_s": rate(host, device)}
     return rates
 
@@ -451,7 +451,7 @@ def product_rates(rounds: int, tokens: int = 128, width: int = 1024) -> dict[str
     import torch
 
     device = accelerator()
-    tokens, width = (4096, 8192) if device == "cuda" else (tokens, width)
+    tokens, width = (tokens, width) if device == "cpu" else (4096, 8192)
     rates = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
         inputs = torch.ones(tokens, width, dtype=dtype, device=device)
@@ -469,7 +469,9 @@ def capacity(folder: Path) -> dict[str, int | None]:
     """Bytes that training may take in each tier, as of now; the device's None where it is the host's memory."""
     import torch
 
-    device = torch.cuda.mem_get_info()[0] if accelerator() == "cuda" else None
+    from ds_vertical.io import streams
+
+    device = None if accelerator() == "cpu" else streams.module_of(torch.device(accelerator())).mem_get_info()[0]
     disk = os.statvfs(folder)
     return {"device_bytes": device, "host_bytes": hostmemory.available_bytes(), "ssd_bytes": disk.f_bavail * disk.f_frsize}
 
@@ -488,10 +490,9 @@ def layer_seconds(options: argparse.Namespace, config: JsonObject) -> dict[str, 
 
 
 def _synchronize() -> None:
-    import torch
+    from ds_vertical.compat.accelerator import synchronize
 
-    if accelerator() == "cuda":
-        torch.cuda.synchronize()
+    synchronize()
 
 
 if __name__ == "__main__":

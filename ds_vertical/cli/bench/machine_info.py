@@ -21,12 +21,14 @@ def describe_machine() -> dict[str, object]:
     """JSON fields of this machine; the load average says whether others used it at the same time."""
     import torch
 
+    from ds_vertical.io import streams
+
     cpu = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     memory = next(line.split()[1] for line in _lines("/proc/meminfo") if line.startswith("MemTotal"))
     name = accelerator()
     return {
         "accelerator": name,
-        "device": torch.cuda.get_device_name(0) if name == "cuda" else name,
+        "device": name if name == "cpu" else streams.module_of(torch.device(name)).get_device_name(0),
         "cpu": cpu[0] if cpu else platform.processor(),
         "num_cores": os.cpu_count(),
         "host_bytes": 1024 * int(memory),

@@ -1,0 +1,66 @@
+"""Training on the late device has the CPU's bits, and the device finds nothing wrong: no race, no memory freed under a copy.
+
+The device does what it is given only when somebody waits for it (`late_device`), so a wait that is missing shows.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import forks
+import harness
+import pytest
+import torch
+from late_worker import CASES, NUM_LAYERS, Outcome, train
+from places import SUPPORT
+
+FAST = [name for name, case in CASES.items() if case.fast]
+ALL = [pytest.param(name, marks=() if case.fast else pytest.mark.slow) for name, case in CASES.items()]
+
+
+def train_late(folder: Path, names: Collection[str]) -> dict[str, Outcome]:
+    """Each case, one after the other in one process whose accelerator the late device is."""
+    command = [sys.executable, str(SUPPORT / "late_worker.py"), str(folder), *names]
+    done = forks.run(folder, command, os.environ | {"OMP_NUM_THREADS": "1"}, timeout=250)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {name: torch.load(folder / f"{name}.pt", weights_only=False) for name in names}
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """The outcome of a case. Those of the fast suite are trained together, and so are the others."""
+    found: dict[str, Outcome] = {}
+
+    def get(name: str) -> Outcome:
+        if name not in found:
+            together = FAST if name in FAST else [other for other in CASES if other not in FAST]
+            found.update(train_late(tmp_path_factory.mktemp("late"), together))
+        return found[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_training_has_the_bits_of_the_cpu(tmp_path: Path, late: Callable[[str], Outcome], name: str) -> None:
+    outcome = late(name)
+    assert outcome.error is None, outcome.error
+    assert outcome.violations == [] and outcome.run is not None
+    harness.assert_identical(train(CASES[name], tmp_path), outcome.run)
+
+
+def test_the_host_waits_a_few_times_a_step_and_for_no_fetch(late: Callable[[str], Outcome]) -> None:
+    waits = late("fp32, clipped").waits[-1]
+    by_site = Counter[str]()
+    for wait, count in waits.items():
+        by_site[wait.site] += count
+    moving = by_site.pop("batch.py:<lambda>")  # users' tensors, in pageable memory, go to the device
+    assert moving == 6
+    assert by_site.pop("zero_optimizer.py:group_norms") <= 3
+    assert by_site.pop("zero_optimizer.py:open_step") == 1
+    known = {"streams.py:wait", "streams.py:mark", "grad_store.py:wait", "buffers.py:take", "param_shards.py:_wait_copies"}
+    assert set(by_site) <= known, by_site
+    assert sum(by_site.values()) <= 2 * NUM_LAYERS + 2, by_site

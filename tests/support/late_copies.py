@@ -1,0 +1,219 @@
+"""What of this package copies beside a device, on the late one: see `late_cases`, which runs these."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import late_device
+import torch
+from chunks import a_chunk, no_queue
+
+from ds_vertical.compat.ops import load
+from ds_vertical.io.files import preallocate
+from ds_vertical.io.streams import CopyStream, EventWindow, OutgoingStream, record_event, recorder
+from ds_vertical.offload.grad_store import GradientFile, HeldGradients, ReducedSums
+from ds_vertical.offload.param_shards import Landing, Resident
+from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
+from ds_vertical.types import Tier
+
+CASES: dict[str, Callable[[], None]] = {}
+DEVICE = torch.device("privateuseone", 0)  # "late" once it is in use
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+@contextmanager
+def caught(pattern: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        assert re.search(pattern, str(error)), error
+        late_device.library().take_violations()
+        return
+    raise AssertionError(f"nothing has raised {pattern!r}")
+
+
+def page_locked(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32).pin_memory()
+
+
+def current() -> torch.Stream:
+    return torch.accelerator.current_stream()
+
+
+@case
+def fetched_values_are_there_for_what_is_computed_next() -> None:
+    source = page_locked(1, 2)
+    copies: list[torch.Tensor] = []
+
+    def copy() -> list[torch.Tensor]:
+        copies.append(source.to(DEVICE, non_blocking=True))
+        return copies
+
+    with late_device.waits() as waits:
+        wait_copies = CopyStream(DEVICE).run(copy)
+        total = copies[0] + 1
+        copies.clear()  # given up by code that knows of no other stream
+        assert not waits
+        wait_copies()
+        source.fill_(7)
+    assert total.tolist() == [2, 3]
+
+
+@case
+def a_source_is_left_alone_until_its_copies_are_complete() -> None:
+    source = page_locked(1, 2)
+    lane, copies = CopyStream(DEVICE), []
+
+    def copy() -> list[torch.Tensor]:
+        copies.append(source.to(DEVICE, non_blocking=True))
+        return copies
+
+    lane.run(copy)()
+    source.fill_(7)
+    assert copies[0].tolist() == [1, 2]
+
+
+@case
+def gradients_leave_beside_the_computation() -> None:
+    chunk = a_chunk(0.5)
+    held = HeldGradients([chunk], GradientFile(Path(), [], no_queue), False, page_locked=True)
+    size = sum(chunk.sizes)
+    for turn in range(3):  # at first the host's memory is made, and then used again
+        with late_device.waits() as waits:
+            flat = torch.arange(float(size), device=DEVICE) + turn
+            shares = (flat.narrow(0, start, length).clone() for start, length in places(chunk.sizes))
+            held.hold(3, [0], ReducedSums(shares, None, lambda _: None), early=True, final=True)
+            del flat
+            behind = record_event(current())
+            torch.ones(1, device=DEVICE) + 1
+            assert behind.query()  # the computation goes on
+        assert not waits  # and so does the host
+        held_parts = held._units[3].parts.values()
+        assert all(part.copied is not None and not part.copied.query() for part in held_parts)
+        assert all(torch.isnan(part.data).all() for part in held_parts)
+        found = torch.cat([held.data(part) for part in chunk.parts("all")])
+        assert torch.equal(found, torch.arange(float(size)) + turn)
+
+
+def places(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for size in sizes:
+        yield start, size
+        start += size
+
+
+@case
+def gradients_on_their_way_to_an_ssd_are_not_waited_for() -> None:
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+
+    chunk = a_chunk(0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "gradients.swp")
+        file = GradientFile(path, chunk.parts("all"), partial(load.new_disk_queue, get_aio_config({})))
+        preallocate(file.sizes)
+        held = HeldGradients([chunk], file, False, page_locked=True)
+        flat = torch.arange(float(sum(chunk.sizes)), device=DEVICE)
+        with late_device.waits() as waits:
+            shares = list(flat.split(list(chunk.sizes)))
+            held.hold(3, [0], ReducedSums(shares, None, lambda _: None), early=False, final=False)
+            ticket = held.write(3)
+        assert ticket is not None and ticket.num_bytes == sum(file.sizes.values()) and not waits
+        ticket.wait()
+        written = torch.from_file(str(path), size=ticket.num_bytes // 4)
+        found = [
+            written.narrow(0, extent.offset // 4, part.numel) for part in chunk.parts("all") for extent in file.extents(part)
+        ]
+        assert torch.equal(torch.cat(found), flat.cpu())
+        held.close()
+
+
+@case
+def what_leaves_is_what_has_been_computed() -> None:
+    outgoing, target = OutgoingStream(), page_locked(0, 0)
+    assert outgoing.mark() is None
+    values = torch.ones(2, device=DEVICE)
+    values += 1
+    outgoing.copy(target, values)
+    del values
+    copied = outgoing.mark()
+    assert copied is not None and not copied.query()
+    copied.synchronize()
+    assert target.tolist() == [2, 2]
+
+
+@case
+def the_next_user_of_what_leaves_waits_for_the_copy() -> None:
+    """What it does not do by itself: memory that is written again, and not given up."""
+    outgoing, target = OutgoingStream(), page_locked(0, 0)
+    values = torch.ones(2, device=DEVICE)
+    outgoing.copy(target, values)
+    copied = outgoing.mark()
+    assert copied is not None
+    with caught("aten::fill_ writes on the default stream what a copy reads"):
+        values.fill_(5)
+    copied.wait(current())
+    values.fill_(5)
+    copied.synchronize()
+    assert target.tolist() == [1, 1]
+
+
+@case
+def swapped_tensors_come_back_without_a_wait_of_the_host() -> None:
+    memory = HostMemory(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True), lambda _: None)
+    swapper = TensorSwapper(None, no_queue, memory, DEVICE, 2)
+    for turn in range(3):
+        values = torch.full((5000,), turn + 1, dtype=torch.uint8, device=DEVICE)
+        with late_device.waits() as waits:
+            swapped = swapper.put([values], Tier.HOST)
+            del values
+            back: list[torch.Tensor] = []
+
+            def land(back: list[torch.Tensor] = back) -> list[torch.Tensor]:
+                back.append(torch.empty(5000, dtype=torch.uint8, device=DEVICE))
+                return back
+
+            swapper.fetch(swapped, land)
+            swapper.arrive(swapped)
+            total = back[0].sum(dtype=torch.int64)
+            swapper.drop(swapped)
+        assert not waits, waits
+        assert total.item() == 5000 * (turn + 1)
+    swapper.close()
+
+
+@case
+def a_pass_ends_when_the_last_shard_is_copied() -> None:
+    landing = Landing(DEVICE, None, 1)
+    assert landing.is_copy
+    with late_device.waits() as waits:
+        landing.bring([])
+        landing.release({0: Resident(None, [], [])})
+        assert not waits
+        landing.release({})
+    assert [wait.what for wait in waits.elements()] == ["event"]
+
+
+@case
+def the_host_is_so_many_layers_ahead_and_no_more() -> None:
+    window = EventWindow(recorder(DEVICE), 2)
+    assert window.has_room(3) and window.has_room(9)  # nothing is ahead
+    for _ in range(2):
+        window.mark()
+    assert window.has_room(1) and not window.has_room(2)
+    with late_device.waits() as waits:
+        window.wait()
+        assert not waits
+        window.wait(2)  # the device's memory has one layer more: one less may be ahead
+    assert sum(waits.values()) == 1
+    assert window.has_room(2) and not window.has_room(3)
+    torch.ones(1, device=DEVICE) + 1  # the device comes to it by itself
+    assert window.has_room(3)

@@ -1,0 +1,182 @@
+"""Training on the late device. Run by tests/parity/test_late_training.py, in a process of their own:
+
+    python tests/support/late_worker.py FOLDER NAME...
+
+Leaves by case what it has computed, and found, in FOLDER/NAME.pt: an `Outcome`. The test computes the same on the processor.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+# run as a script, so this folder is first on the path
+import harness
+import pytest
+import torch
+from models import MixerBlock, MixerModel, token_batches
+
+NUM_LAYERS = 3
+NUM_MICRO_BATCHES = 3
+FAILS_FORWARD, FAILS_BACKWARD = 20, 30  # tokens of the last micro-batch of a step that fails
+WIDTH = 768  # a matrix of two bytes an element is over 1 MiB, and so on SSD
+
+
+@dataclass(frozen=True)
+class Case:
+    """`options`: of `harness.base_config`. `fast`: whether the fast suite has it. `between`: called after the first step with
+    the engine, batches for it and a folder; gives losses to compare."""
+
+    options: dict[str, Any]
+    num_steps: int = 2
+    fast: bool = False
+    between: Callable[[Any, harness.Batches, Path], list[float]] = lambda *_: []
+
+
+class FailingBlock(MixerBlock):
+    """With sequences of one length its forward raises Failure, with those of another its backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] == FAILS_FORWARD:
+            raise Failure
+        result = super().forward(x)
+        if x.shape[1] == FAILS_BACKWARD and result.requires_grad:
+            result.register_hook(fail)
+        return result
+
+
+class Failure(Exception):
+    """As users' code may raise it."""
+
+
+def fail(_: torch.Tensor) -> None:
+    raise Failure
+
+
+def build_model() -> MixerModel:
+    model = MixerModel(NUM_LAYERS, WIDTH, dropout=0.1)
+    for block in model.blocks:
+        block.__class__ = FailingBlock
+    return model
+
+
+def use_engine(engine: Any, batches: harness.Batches, folder: Path) -> list[float]:
+    """An evaluation, steps that fail in the forward and in the backward, a checkpoint, a step, and the checkpoint again."""
+    losses = [engine.eval_batch(iter(batches[0]))]
+    for longest in (FAILS_FORWARD, FAILS_BACKWARD):
+        [failing] = token_batches(1, NUM_MICRO_BATCHES, rows=1, shortest=longest - NUM_MICRO_BATCHES + 1)
+        with pytest.raises(Failure):
+            engine.train_batch(iter(failing))
+    engine.save_checkpoint(str(folder / "saved"))
+    losses.append(engine.train_batch(iter(batches[1])))
+    losses.append(engine.eval_batch(iter(batches[0])))
+    engine.load_checkpoint(str(folder / "saved"))
+    losses.append(engine.eval_batch(iter(batches[0])))
+    return [loss.item() for loss in losses]
+
+
+def _case(dtype: str, clip: float, section: dict[str, Any] | None = None, **options: Any) -> Case:
+    return Case({"dtype": dtype, "clip": clip, "section": section} | options)
+
+
+IN_HOST = _case("fp32", 0.0, params="cpu", optimizer="cpu")
+CASES = {
+    "bf16, clipped": replace(_case("bf16", 1.0), fast=True),
+    "fp32, clipped": replace(_case("fp32", 1.0), fast=True),
+    "bf16, with other calls between the steps": replace(_case("bf16", 1.0), fast=True, between=use_engine),
+    "fp32, all in host memory, with other calls": replace(
+        _case("fp32", 0.0, params="cpu", optimizer="cpu"), between=use_engine
+    ),
+    "fp32, half of each layer late": _case("fp32", 0.0, {"optimizer_delay": 0.5}),
+    "bf16, all late": _case("bf16", 1.0, {"optimizer_delay": 1.0}),
+    "bf16, early steps that are redone": _case("bf16", 0.05, {"optimizer_speculation": True, "optimizer_delay": 0.3}),
+    "bf16, early steps that count": _case("bf16", 1e6, {"optimizer_speculation": True, "optimizer_delay": 0.3}),
+    "bf16, activations in host memory": _case("bf16", 0.0, {"activations": {"device": "host"}}),
+    "bf16, activations on SSD": _case("bf16", 0.0, {"activations": {"device": "ssd"}}),
+    "bf16, kept in host memory": _case("bf16", 0.0, {"activations": {"keep": "everything", "keep_device": "host"}}),
+    "bf16, kept on SSD": _case("bf16", 0.0, {"activations": {"keep": "products", "keep_device": "ssd"}}),
+    "fp32, gradients on SSD": _case("fp32", 0.0, {"optimizer_delay": 1.0, "gradient_host_share": 0.0}),
+    "fp32, parameters in host memory": _case("fp32", 1.0, params="cpu"),
+    "bf16, all in host memory": _case("bf16", 1.0, params="cpu", optimizer="cpu"),
+    "bf16, parameters on the device": _case("bf16", 1.0, params="none", optimizer="cpu"),
+    "fp32, small ones persistent": _case("fp32", 1.0, persistence=None),
+    "bf16, nothing beside anything": _case("bf16", 1.0, {"overlap": False}),
+}
+
+
+@dataclass
+class Outcome:
+    """What training has given; on the late device also the host's waits of each step, and what was wrong."""
+
+    run: harness.Run | None = None
+    waits: list[Counter[Any]] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+    error: str | None = None
+
+
+Watch = Callable[[], AbstractContextManager[Any]]
+
+
+def train(case: Case, folder: Path, watch: Watch = nullcontext) -> harness.Run:
+    """All that `harness.Run` has but gradients: reading them waits. Each step is within `watch`."""
+    config = harness.base_config(folder, num_micro_batches=NUM_MICRO_BATCHES, **case.options)
+    if case.options.get("params", "nvme") == "nvme":
+        harness.small_buffers(config, WIDTH * WIDTH)
+    engine, model = harness.build_engine(config, build_model, vertical=True, recording=False)
+    run = harness.Run()
+    losses, others = [], []
+    batches = token_batches(case.num_steps + 2, NUM_MICRO_BATCHES, rows=1, shortest=5)
+    try:
+        for step, batch in enumerate(batches[: case.num_steps]):
+            with watch():
+                losses.append(engine.train_batch(iter(batch)))
+            run.norms.append(float(engine.get_global_grad_norm()))
+            if step == 0:
+                others = case.between(engine, batches[-2:], folder)
+        run.losses = [loss.item() for loss in losses] + others
+        run.weights, run.state = harness.read_weights(model), harness.read_state(engine, model)
+    finally:
+        harness.dispose(engine)
+    return run
+
+
+def outcome(case: Case, folder: Path) -> Outcome:
+    import late_device
+
+    found = Outcome()
+
+    @contextmanager
+    def watch() -> Iterator[None]:
+        with late_device.waits() as waits:
+            yield
+        found.waits.append(waits)
+
+    try:
+        found.run = train(case, folder, watch)
+    except Exception:
+        found.error = traceback.format_exc()
+    found.violations = late_device.library().take_violations()
+    return found
+
+
+def main(folder: str, *names: str) -> int:
+    import late_accelerator
+
+    late_accelerator.use()
+    for index, name in enumerate(names):
+        place = Path(folder, f"late{index}")
+        place.mkdir()
+        torch.save(outcome(CASES[name], place), Path(folder, f"{name}.pt"))
+    return 0
+
+
+if __name__ == "__main__":
+    import late_worker  # what is pickled is of a module that the test imports, too
+
+    sys.exit(late_worker.main(*sys.argv[1:]))
