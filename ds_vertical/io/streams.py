@@ -80,7 +80,7 @@ class DeviceModule(Protocol):
 
 def works_beside_host(device: torch.device) -> bool:
     """Whether the device computes while the host goes on, in memory of its own."""
-    return device.type != "cpu"
+    return device.type not in ("cpu", "meta")  # the latter holds shapes alone
 
 
 def module_of(device: torch.device) -> DeviceModule:

@@ -210,11 +210,10 @@ class ParamStore:
         settings: ParamSettings,
     ) -> None:
         self.files = ShardFiles(units, settings.generations, settings.checksums)
-        self.units = units
         self._resident: dict[Unit, Resident] = {}
         self.ahead: dict[Unit, Copy] = {}
         self._landing = param_shards.Landing(settings.device, settings.group, settings.most_behind)
-        self.writer = writer
+        self.units, self.writer = units, writer
         self.buffers = UnitBuffers(self.files, new_queue, settings.num_buffers)
         self.updates = ParamUpdates(self.files, self.buffers, writer, self._take)
         self.host_bytes, self.reads = self.buffers.num_bytes, self.buffers.reads

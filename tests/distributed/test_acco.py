@@ -150,8 +150,23 @@ def assert_committed(found: Found, expected: Reference, has_mean_of_all: bool) -
 # ---- two ranks
 
 
+class Groups(dict[str, Found]):
+    """{run: what each rank found}. The runs of a group are made together, when the first of them is asked for."""
+
+    def __init__(self, folder: Path, groups: list[list[dict[str, Any]]]) -> None:
+        super().__init__()
+        self._folder, self._groups = folder, groups
+
+    def __missing__(self, name: str) -> Found:
+        number, runs = next((n, runs) for n, runs in enumerate(self._groups) if name in [run["name"] for run in runs])
+        folder = self._folder / str(number)
+        folder.mkdir()
+        self.update(run_jobs(folder, 2, runs))
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
     folder = tmp_path_factory.mktemp("two")
     apart = {"overlap": False}
     one_half: dict[str, Any] = {"acco": None, "counts": [[2, 2]] * 4, "micro_batches": 2}
@@ -159,34 +174,46 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     runs: list[dict[str, Any]] = [
         {"name": "exact", **one_half},
         {"name": "same", "repeated": True},
-        {"name": "same apart", "repeated": True, "section": apart},
-        {"name": "exact bf16", "dtype": "bf16", "clip": 0.0, **one_half},
-        {"name": "same bf16", "repeated": True, "dtype": "bf16", "clip": 0.0},
         {"name": "other", "section": traced},
-        {"name": "other apart", "section": apart},
         {"name": "uneven", "counts": UNEVEN, "micro_batches": 6},
-        {"name": "weighted", "counts": UNEVEN, "micro_batches": 6, "weighted": True, "clip": 0.0},
-        {"name": "fetched", "section": {"outside_layers": "fetched", "prefetch_layers": 2}},
-        {"name": "kept", "section": {"activations": {"keep": "everything"}}},
         {"name": "untouched", "kind": "untouched"},
         {"name": "resumed", "kind": "resumed"},
-        {"name": "evaluated", "kind": "evaluated"},
         {"name": "failing", "kind": "failing"},
         {"name": "poisoned", "kind": "poisoned"},
-        {"name": "poisoned late", "kind": "poisoned", "first": 2},
-        {"name": "written", "kind": "written"},
-        {"name": "checked", "section": {"self_check": True}},
         {"name": "short", "counts": [[4, 4], [2, 2], [2, 2], [4, 4], [3, 3]]},
         {"name": "single", "kind": "told", "counts": [[4, 1]]},
         {"name": "by calls", "kind": "by calls"},
-        *({"name": f"bowl {rate}", "kind": "descend", "rate": rate, "clip": 0.0} for rate in RATES),
-        *({"name": f"exact bowl {rate}", "kind": "descend", "rate": rate, "clip": 0.0, "acco": None} for rate in RATES),
+        *_bowls(RATES[1]),
     ]
-    return run_jobs(folder, 2, runs)
+    of_slow_tests: list[dict[str, Any]] = [
+        {"name": "same apart", "repeated": True, "section": apart},
+        {"name": "exact bf16", "dtype": "bf16", "clip": 0.0, **one_half},
+        {"name": "same bf16", "repeated": True, "dtype": "bf16", "clip": 0.0},
+        {"name": "other apart", "section": apart},
+        {"name": "weighted", "counts": UNEVEN, "micro_batches": 6, "weighted": True, "clip": 0.0},
+        {"name": "fetched", "section": {"outside_layers": "fetched", "prefetch_layers": 2}},
+        {"name": "kept", "section": {"activations": {"keep": "everything"}}},
+        {"name": "evaluated", "kind": "evaluated"},
+        {"name": "poisoned late", "kind": "poisoned", "first": 2},
+        {"name": "written", "kind": "written"},
+        {"name": "checked", "section": {"self_check": True}},
+        *_bowls(RATES[0]),
+        *_bowls(RATES[2]),
+    ]
+    return Groups(folder, [runs, of_slow_tests])
 
 
-@pytest.mark.parametrize(("exact", "acco"), [("exact", "same"), ("exact", "same apart"), ("exact bf16", "same bf16")])
-def test_halves_of_the_same_micro_batches_commit_the_bits_of_exact_steps(two: dict[str, Found], exact: str, acco: str) -> None:
+def _bowls(rate: float) -> list[dict[str, Any]]:
+    common = {"kind": "descend", "rate": rate, "clip": 0.0}
+    return [{"name": f"bowl {rate}", **common}, {"name": f"exact bowl {rate}", **common, "acco": None}]
+
+
+def slow(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("exact", "acco"), [("exact", "same"), slow("exact", "same apart"), slow("exact bf16", "same bf16")])
+def test_halves_of_the_same_micro_batches_commit_the_bits_of_exact_steps(two: Groups, exact: str, acco: str) -> None:
     for a, b in zip(two[exact], two[acco], strict=True):
         assert a["norms"] == b["norms"] and a["rates"] == b["rates"]
         assert b["losses"] == pytest.approx(a["losses"], rel=TOLERANCE), "means of as many losses again"
@@ -194,18 +221,18 @@ def test_halves_of_the_same_micro_batches_commit_the_bits_of_exact_steps(two: di
         assert all(not differing(c, d) for c, d in zip(a["grads"], b["grads"], strict=True))
 
 
-@pytest.mark.parametrize("name", ["other", "other apart", "fetched", "kept", "checked"])
-def test_other_micro_batches_commit_what_the_formulas_say(two: dict[str, Found], name: str) -> None:
+@pytest.mark.parametrize("name", ["other", *map(slow, ("other apart", "fetched", "kept", "checked"))])
+def test_other_micro_batches_commit_what_the_formulas_say(two: Groups, name: str) -> None:
     assert_committed(two[name], reference(EVEN, two[name][0]["taken"], 0.5), has_mean_of_all=False)
 
 
-@pytest.mark.parametrize(("name", "clip"), [("uneven", 0.5), ("weighted", 0.0)])
-def test_other_numbers_of_micro_batches_do_too(two: dict[str, Found], name: str, clip: float) -> None:
+@pytest.mark.parametrize(("name", "clip"), [("uneven", 0.5), slow("weighted", 0.0)])
+def test_other_numbers_of_micro_batches_do_too(two: Groups, name: str, clip: float) -> None:
     rates = two[name][0]["taken"]
     assert_committed(two[name], reference(UNEVEN, rates, clip, weighted=name == "weighted"), has_mean_of_all=True)
 
 
-def test_a_tentative_step_leaves_masters_moments_powers_and_weights_as_they_are(two: dict[str, Found]) -> None:
+def test_a_tentative_step_leaves_masters_moments_powers_and_weights_as_they_are(two: Groups) -> None:
     for rank in two["untouched"]:
         assert rank["num"] == 4 * 4, "each of four steps predicts each of four units"
         assert rank["changed"] == []
@@ -221,8 +248,8 @@ def descended(rate: float, delay: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("rate", RATES)
-def test_a_quadratic_descends_as_without_delay_where_a_delay_of_one_step_diverges(two: dict[str, Found], rate: float) -> None:
+@pytest.mark.parametrize("rate", [slow(RATES[0]), RATES[1], slow(RATES[2])])
+def test_a_quadratic_descends_as_without_delay_where_a_delay_of_one_step_diverges(two: Groups, rate: float) -> None:
     for rank, exact in zip(two[f"bowl {rate}"], two[f"exact bowl {rate}"], strict=True):
         assert rank["losses"] == exact["losses"]
         assert rank["losses"] == pytest.approx(descended(rate, 0), rel=1e-3)
@@ -230,7 +257,7 @@ def test_a_quadratic_descends_as_without_delay_where_a_delay_of_one_step_diverge
     assert (descended(rate, 1)[-1] > descended(rate, 1)[0]) == (rate >= 0.2)
 
 
-def test_the_learning_rate_follows_the_gradients_that_were_counted(two: dict[str, Found]) -> None:
+def test_the_learning_rate_follows_the_gradients_that_were_counted(two: Groups) -> None:
     """With M = 4 the ranks bring 8, 4, 4, 8 and 6 gradients: the scheduler is at 1, 1, 2, 3 and 3 steps."""
     steps = two["other"][0]["rates"]  # one step each
     for rank in two["short"]:
@@ -238,51 +265,53 @@ def test_the_learning_rate_follows_the_gradients_that_were_counted(two: dict[str
         assert rank["counters"]["global_samples"] == 8 + 4 + 4 + 8 + 6
 
 
-@pytest.mark.parametrize("name", ["resumed", "evaluated", "failing"])
-def test_a_load_evaluations_and_steps_that_fail_change_no_bit(two: dict[str, Found], name: str) -> None:
+@pytest.mark.parametrize("name", ["resumed", slow("evaluated"), "failing"])
+def test_a_load_evaluations_and_steps_that_fail_change_no_bit(two: Groups, name: str) -> None:
     for plain, found in zip(two["other"], two[name], strict=True):
         assert found["losses"] == plain["losses"] and found["lr"][0] == plain["rates"][-1]
         assert not differing(plain["weights"] | plain["state"], found["contents"])
 
 
-def test_an_evaluation_is_of_the_committed_weights(two: dict[str, Found]) -> None:
+@pytest.mark.slow
+def test_an_evaluation_is_of_the_committed_weights(two: Groups) -> None:
     for rank in two["evaluated"]:
         assert [value for value, _ in rank["seen"]] == pytest.approx([plain for _, plain in rank["seen"]], rel=TOLERANCE)
 
 
-def test_all_ranks_hear_of_one_that_fails_in_either_half(two: dict[str, Found]) -> None:
+def test_all_ranks_hear_of_one_that_fails_in_either_half(two: Groups) -> None:
     other, own = ([told for told, _, _ in rank["told"]] for rank in two["failing"])
     assert own == ["RuntimeError"] * 2 and other == ["OtherRankError"] * 2
 
 
-@pytest.mark.parametrize("name", ["poisoned", "poisoned late"])
-def test_gradients_that_are_not_finite_are_skipped_and_nothing_is_predicted(two: dict[str, Found], name: str) -> None:
+@pytest.mark.parametrize("name", ["poisoned", slow("poisoned late")])
+def test_gradients_that_are_not_finite_are_skipped_and_nothing_is_predicted(two: Groups, name: str) -> None:
     """In both halves, or in the second one, which finds a prediction from the first."""
     for rank in two[name]:
         assert rank["skipped"] == 1 and rank["changed"] == [] and not rank["predicts"]
         assert rank["again"] and all(0 < loss < 10 for loss in rank["losses"])
 
 
-def test_a_master_that_a_user_writes_ends_the_prediction(two: dict[str, Found]) -> None:
+@pytest.mark.slow
+def test_a_master_that_a_user_writes_ends_the_prediction(two: Groups) -> None:
     assert [(rank["before"], rank["behind"]) for rank in two["written"]] == [(True, False)] * 2
 
 
-def test_a_rank_without_a_micro_batch_for_each_half_is_refused_on_all_ranks(two: dict[str, Found]) -> None:
+def test_a_rank_without_a_micro_batch_for_each_half_is_refused_on_all_ranks(two: Groups) -> None:
     for rank in two["single"]:
         kind, told, _ = rank["told"]
         assert kind == "LoopError" and "the ranks bring 4, 1 micro-batches with vertical_schedule.acco" in told
 
 
-def test_a_loop_of_the_three_calls_is_refused(two: dict[str, Found]) -> None:
+def test_a_loop_of_the_three_calls_is_refused(two: Groups) -> None:
     for rank in two["by calls"]:
         kind, told, _ = rank["told"]
         assert kind == "LoopError" and "remove acco, or call engine.train_batch(data_iter)" in told
 
 
-def test_both_steps_of_a_unit_are_taken_while_a_half_computes(two: dict[str, Found], tmp_path: Path) -> None:
+def test_both_steps_of_a_unit_are_taken_while_a_half_computes(two: Groups, tmp_path: Path) -> None:
     """In a trace of rank 0: the step before is committed behind the first forward, and the prediction is made behind the last
     backward of the first half."""
-    del two
+    assert two["other"]
     steps = read_trace(tmp_path.parent / "two0" / "trace" / "rank0.jsonl")
     spans = steps[2].spans
     first = min(span.start for span in spans if span.name == "0F0")
@@ -311,18 +340,21 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     return run_jobs(tmp_path_factory.mktemp("four"), 4, runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rank", "node"])
 def test_copies_of_each_rank_and_of_each_node_commit_what_the_formulas_say(four: dict[str, Found], name: str) -> None:
     rates = four[name][0]["taken"]
     assert_committed(four[name], reference([[2, 4, 3, 2], [2, 2, 2, 2]], rates, 0.5), has_mean_of_all=False)
 
 
+@pytest.mark.slow
 def test_with_copies_of_a_node_the_same_micro_batches_commit_the_bits_of_exact_steps(four: dict[str, Found]) -> None:
     for a, b in zip(four["exact node"], four["same node"], strict=True):
         assert a["losses"] == b["losses"] and a["norms"] == b["norms"]
         assert not differing(a["weights"] | a["state"], b["weights"] | b["state"])
 
 
+@pytest.mark.slow
 def test_a_node_of_all_ranks_is_refused(four: dict[str, Found]) -> None:
     kind, told, _ = four["all one node"][0]["told"]
     assert kind == "ConfigError" and "zero_hpz_partition_size (vertical_schedule.levels.ranks_per_node): got 4" in told

@@ -143,7 +143,7 @@ def elastic(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     common: dict[str, Any] = {"kind": "elastic", "tier": "cpu"}
     replayed = {"elastic": {"counts": str(folder / "measured.log")}}
     runs = [
-        {"name": "measured", "slow_s": 1.0, "section": {"elastic": {}}, **common},
+        {"name": "measured", "slow_s": 0.4, "section": {"elastic": {}}, **common},
         {"name": "replayed", "section": replayed, **common},
         {"name": "stock", "vertical": False, "section": replayed, **common},
         {"name": "stock measured", "kind": "told", "vertical": False, "tier": "cpu", "section": {"elastic": {}}},

@@ -38,14 +38,15 @@ class Calls(list[Call]):
                 self.append(("named", inode(other), 0))
             return done
 
-        def renamed(call: Any, one: Any, other: Any) -> None:
-            call(one, other)
-            self.append(("named", inode(Path(other)), 0))
+        def renamed(call: Any, one: Any, other: Any, **folders: int) -> None:
+            call(one, other, **folders)
+            status = os.stat(other, dir_fd=folders.get("dst_dir_fd"))
+            self.append(("named", status.st_ino, 0))
 
         patch.setattr(os, "fsync", synced)
         patch.setattr(tag_dir, "_exchange", exchanged)
-        patch.setattr(os, "rename", lambda one, other: renamed(rename, one, other))
-        patch.setattr(os, "replace", lambda one, other: renamed(replace, one, other))
+        patch.setattr(os, "rename", lambda one, other, **folders: renamed(rename, one, other, **folders))
+        patch.setattr(os, "replace", lambda one, other, **folders: renamed(replace, one, other, **folders))
 
     def named(self, path: Path) -> int:
         """When the path came to mean what it means now."""

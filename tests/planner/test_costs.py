@@ -331,7 +331,7 @@ def test_every_op_has_a_price() -> None:
     from ds_vertical.schedule.events import Op
 
     texts = {Op.NORM: "NORM", Op.HEAD: "sufHEAD0"}
-    plain = {Op.FETCH, Op.SPREAD, Op.RELEASE, Op.REDUCE, Op.CROSS, Op.HOLD, Op.STEP, Op.COMMIT}
+    plain = {Op.FETCH, Op.SPREAD, Op.RELEASE, Op.REDUCE, Op.CROSS, Op.HOLD, Op.STEP, Op.COMMIT, Op.MAKE}
     for op in Op:
         event: Event = parse_event(texts.get(op, f"0{op}{'' if op in plain else 0}"))
         event_costs([event], MACHINE, SHAPE)

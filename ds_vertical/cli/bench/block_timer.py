@@ -86,7 +86,7 @@ class BlockTimer:
         facts = ParamFacts(nn.Parameter.numel, lambda param: param.dtype)
         self.on_host = device == "cpu"
         self.sums = GradientStore(self.layers.units, torch.float32, facts, place=SumPlace(device), pairs=self.on_host)
-        beside = None if self.on_host else streams.module_of(torch.device(device))
+        beside = streams.module_of(torch.device(device)) if streams.works_beside_host(torch.device(device)) else None
         self.synchronize: Callable[[], None] = (lambda: None) if beside is None else beside.synchronize
 
     @cached_property

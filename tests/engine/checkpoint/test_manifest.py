@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from manifests import CONTENT, write_checkpoint
@@ -107,12 +108,12 @@ def test_set_aside_that_fails_half_way_puts_every_file_back(
         path.write_bytes(path.name.encode())
     real, calls = getattr(os, failing), []
 
-    def fails_once(*names: Path) -> None:
+    def fails_once(*names: str, **folders: Any) -> None:
         calls.append(names)
         now = len(calls) == (1 if vacates and failing == "replace" else 2)
         if now and not interrupted:
             raise OSError(errno.EIO, "Input/output error", str(names[0]))
-        real(*names)
+        real(*names, **folders)
         if now and failing == "replace":
             raise KeyboardInterrupt
         if now:
@@ -318,6 +319,7 @@ def test_a_discarded_folder_leaves_nothing(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from typing import Any
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder
 
 folder = TagFolder(Path(sys.argv[1]), "killed", "0123abcd")
@@ -342,6 +344,7 @@ def test_what_a_killed_save_left_is_deleted_by_the_next(tmp_path: Path) -> None:
 KILLED_BEFORE_LATEST = """
 import os, signal, sys
 from pathlib import Path
+from typing import Any
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder
 
 folder = TagFolder(Path(sys.argv[1]), "killed", "0123abcd")
