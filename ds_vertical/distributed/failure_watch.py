@@ -38,6 +38,7 @@ LONGEST_PATIENCE_S: Final = 120.0  # the same by the wall's clock
 GRACE_S: Final = 10.0  # for a rank to leave a collective by itself once another one has failed
 UNREAD_S: Final = 5.0  # for the store to say what a rank has written that is gone
 LOST_GRACE_S: Final = 1.0  # the same once a host is lost: nobody there wakes it
+FLUSH_S: Final = 1.0  # for the output of a process that ends: its reader may stand still
 _ENDS: Final = ("failed", "gone", "lost")  # of another rank: what may be the cause of an error here
 _ALWAYS: Final = 1 << 62  # a section that is never settled
 _LONGEST: Final = 2000  # characters of an error's text
@@ -106,7 +107,7 @@ class FailureWatch:
             self.tell(what, error)
             return None
         instead = OtherRankError(f"{what}: {cause.describe()}")
-        first = next(each for each in _chain(error) if _is_of_the_group(each))
+        first = next(each for each in chain(error) if _is_of_the_group(each))
         instead.add_note(f"this rank's own error, which follows from it: {_text(first)}")
         # the store ends with rank 0, whose process may end at once: see `is_host_lost`
         self.tell(what, instead, waits=cause.kind == "lost" and self._rank == 0)
@@ -145,7 +146,7 @@ class FailureWatch:
 
     def _cause_of(self, error: BaseException) -> RankReport | None:
         """What happened elsewhere, if an error, or one that it was raised in the handling of, speaks of nothing else."""
-        if isinstance(error, OtherRankError) or not any(map(_is_of_the_group, _chain(error))):
+        if isinstance(error, OtherRankError) or not any(map(_is_of_the_group, chain(error))):
             return None
         with self.beats.doubt() as patience_s, self._changed:
             end = self.beats.clock + max(PATIENCE_S, patience_s)  # by the clock that finds hosts lost, which may be slower
@@ -246,13 +247,19 @@ def end_now(before: Sequence[Callable[[], None]] = ()) -> NoReturn:
     try:
         for function in before:
             function()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(FLUSH_S)
     finally:
         os._exit(1)
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
     """An error and those behind it, the last first."""
     while error is not None:
         yield error

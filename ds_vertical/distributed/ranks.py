@@ -18,7 +18,7 @@ import torch
 
 from ds_vertical.compat import accelerator
 from ds_vertical.compat.accelerator import dist, init_distributed
-from ds_vertical.distributed.failure_watch import FailureWatch, end_now, end_process
+from ds_vertical.distributed.failure_watch import FailureWatch, chain, end_now, end_process
 from ds_vertical.errors import OtherRankError
 from ds_vertical.io.runs import run_dir
 from ds_vertical.io.runs.this_host import host_id
@@ -184,7 +184,7 @@ def _leave() -> None:
     if _watch is None:
         return
     error = getattr(sys, "last_value", None)
-    if isinstance(error, OtherRankError) and _watch.is_host_lost:
+    if _watch.is_host_lost and any(isinstance(each, OtherRankError) for each in chain(error)):
         end_now([run_dir.release_all, logging.shutdown])  # `_watch` has told the others already
     _watch.close(error)
 

@@ -233,18 +233,18 @@ class Assembly:
     ) -> RunKeeping:
         """What the steps keep of forwards. `planner`: chooses that, where the JSON leaves it open. The others: see
         `open_activations`; what the store of activations has in host memory counts against the limit, too. Collective."""
-        elastic, num_layers = self.elastic, self.layers.num_layers
+        elastic, num_layers, num_passes = self.elastic, self.layers.num_layers, 1 if self.vertical.acco is None else 2
         limit = host_limit if elastic is None else -ranks.largest_of_all_ranks(-host_limit)
 
         def open_store(settings: ActivationSettings, gives_up: bool) -> KeptStore | None:
             store = self._open_kept(settings, gives_up, (folder, host_limit), activations)
             if store is not None and elastic is not None and not gives_up:
-                store.growth = growth(elastic, num_layers, limit, settings)
+                store.growth = growth(elastic, num_layers, limit, settings, num_passes)
             return store
 
         keeping = RunKeeping(self.vertical, self.layers, planner, open_store, (folder, host_limit))
         if elastic is not None and accelerator.is_one_memory() and activations is None:
-            keeping.passing = PassingBytes(elastic, num_layers, limit)
+            keeping.passing = PassingBytes(elastic, num_layers, limit, num_passes)
         return keeping
 
     def _open_kept(

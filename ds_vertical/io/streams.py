@@ -92,7 +92,7 @@ def module_of(device: torch.device) -> DeviceModule:
 @functools.cache
 def kind_beside_host() -> torch.device | None:
     """The kind of device beside the host that this process has; None where there is none."""
-    return torch.accelerator.current_accelerator(check_available=True)
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def module_in_use() -> DeviceModule | None:

@@ -15,13 +15,15 @@ from ds_vertical.schedule.events import Cell
 from ds_vertical.types import ActivationSettings, Tier
 
 
-def growth(elastic: ElasticCounts, num_layers: int, limit: int, settings: ActivationSettings) -> Growth:
-    """What the counts let a rank keep by these settings. `limit`: bytes of host memory for it, on the rank that has fewest."""
+def growth(elastic: ElasticCounts, num_layers: int, limit: int, settings: ActivationSettings, num_passes: int) -> Growth:
+    """What the counts let a rank keep by these settings. `limit`: bytes of host memory for it, on the rank that has fewest.
+    `num_passes`: one after the other, that share a step's micro-batches."""
     one_memory = accelerator.is_one_memory()
     resting = Tier.DEVICE if one_memory else Tier.HOST
 
     def cells(num_micro_batches: int) -> int:
-        tiers = Counter(kept_cells(num_layers, num_micro_batches, settings.kept_shares, one_memory).values())
+        of_pass = -(-num_micro_batches // num_passes)
+        tiers = Counter(kept_cells(num_layers, of_pass, settings.kept_shares, one_memory).values())
         return tiers[resting] + (ON_DEVICE if one_memory and len(tiers) > (Tier.DEVICE in tiers) else 0)
 
     return Growth(elastic.most, elastic.least_most, limit, cells, elastic.is_replayed)
@@ -29,10 +31,11 @@ def growth(elastic: ElasticCounts, num_layers: int, limit: int, settings: Activa
 
 class PassingBytes:
     """What passes between layers takes of host memory, which is the device's: no budget counts it ahead of the first step.
-    `limit`: bytes that the budget leaves, on the rank that has fewest."""
+    `limit`, `num_passes`: see `growth`."""
 
-    def __init__(self, elastic: ElasticCounts, num_layers: int, limit: int) -> None:
+    def __init__(self, elastic: ElasticCounts, num_layers: int, limit: int, num_passes: int) -> None:
         self._elastic = elastic
+        self._num_passes = num_passes
         self._num_layers = num_layers
         self._limit = limit
         self._sizes: dict[tuple[int, int], int] = {}  # of storages, by micro-batch and address
@@ -61,9 +64,9 @@ class PassingBytes:
         waiting = sum(self._sizes.values()) * self._num_layers // max(1, self._num_layers - 1)  # the last layer's inputs, too
         of_one = ranks.largest_of_all_ranks(-(-(waiting + kept) // max(1, len(self._seen))))
         most = self._elastic.most
-        if of_one * most <= self._limit:
+        if not of_one or of_one * -(-most // self._num_passes) <= self._limit:
             return
-        fitting = self._limit // of_one
+        fitting = self._limit // of_one * self._num_passes
         remedy = f'"vertical_schedule.elastic.max_micro_batches": {fitting} (now {most})'
         if fitting < self._elastic.least_most:
             remedy = 'a smaller "vertical_schedule.elastic.total" (where it is null, fewer gradient_accumulation_steps)'
