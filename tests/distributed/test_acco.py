@@ -15,6 +15,7 @@ import torch
 from acco_worker import ADAM, CURVATURES, NUM_DESCENTS, Batch, Model, batches
 from harness import differing, largest_relative
 from processes import start_ranks
+from rank_groups import Found, Groups
 
 from ds_vertical.schedule.trace import read_trace
 
@@ -23,7 +24,6 @@ EVEN = [[4, 4]] * 4
 RATES = (0.1, 0.2, 0.33)
 UNEVEN = [[4, 2], [2, 5], [3, 4], [5, 4]]
 pytestmark = pytest.mark.timeout(1000)  # processes of one core each, which other work may share
-Found = list[dict[str, Any]]  # by rank
 
 
 def run_jobs(folder: Path, num_ranks: int, runs: list[dict[str, Any]]) -> dict[str, Found]:
@@ -150,21 +150,6 @@ def assert_committed(found: Found, expected: Reference, has_mean_of_all: bool) -
 # ---- two ranks
 
 
-class Groups(dict[str, Found]):
-    """{run: what each rank found}. The runs of a group are made together, when the first of them is asked for."""
-
-    def __init__(self, folder: Path, groups: list[list[dict[str, Any]]]) -> None:
-        super().__init__()
-        self._folder, self._groups = folder, groups
-
-    def __missing__(self, name: str) -> Found:
-        number, runs = next((n, runs) for n, runs in enumerate(self._groups) if name in [run["name"] for run in runs])
-        folder = self._folder / str(number)
-        folder.mkdir()
-        self.update(run_jobs(folder, 2, runs))
-        return self[name]
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
     folder = tmp_path_factory.mktemp("two")
@@ -200,7 +185,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
         *_bowls(RATES[0]),
         *_bowls(RATES[2]),
     ]
-    return Groups(folder, [runs, of_slow_tests])
+    return Groups(folder, lambda place, group: run_jobs(place, 2, group), runs, of_slow_tests)
 
 
 def _bowls(rate: float) -> list[dict[str, Any]]:

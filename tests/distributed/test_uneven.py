@@ -10,7 +10,8 @@ import pytest
 import torch
 import uneven_worker
 from harness import Run, differing, largest_relative, run_arm
-from uneven_jobs import Found, run_jobs
+from rank_groups import Found, Groups
+from uneven_jobs import run_jobs
 from uneven_worker import COUNTS, Job
 
 TOLERANCE = 1e-6  # fp32, relative per tensor
@@ -58,20 +59,27 @@ def assert_one_process(found: Found, one: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
     runs: list[dict[str, Any]] = [
         {"name": "vertical"},
-        {"name": "stock", "vertical": False, "tier": "cpu"},
         {"name": "weighted", "weighted": True, "clip": 0.0, "section": {"optimizer_delay": 0.3}},
-        {"name": "stock weighted", "vertical": False, "tier": "cpu", "weighted": True, "clip": 0.0},
-        {"name": "checked", "section": {"self_check": True}},
-        {"name": "watched", "kind": "watched", "tier": "cpu"},
         {"name": "failing", "kind": "failing"},
         {"name": "straight", "kind": "straight"},
         {"name": "resumed", "kind": "resumed"},
         {"name": "horizontal", "kind": "refused", "section": {"order": "horizontal"}},
     ]
-    return run_jobs(tmp_path_factory.mktemp("two"), 2, runs)
+    of_slow_tests: list[dict[str, Any]] = [
+        {"name": "stock", "vertical": False, "tier": "cpu"},
+        {"name": "stock weighted", "vertical": False, "tier": "cpu", "weighted": True, "clip": 0.0},
+        {"name": "checked", "section": {"self_check": True}},
+        {"name": "watched", "kind": "watched", "tier": "cpu"},
+    ]
+    folder = tmp_path_factory.mktemp("two")
+    return Groups(folder, lambda place, group: run_jobs(place, 2, group), runs, of_slow_tests)
+
+
+def slow(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -79,20 +87,19 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return in_one_process(tmp_path_factory.mktemp("one"), 2)
 
 
-@pytest.mark.parametrize("arm", ["vertical", "stock", "checked"])
-def test_two_ranks_compute_what_one_process_does(two: dict[str, Found], one: Run, arm: str) -> None:
+@pytest.mark.parametrize("arm", ["vertical", slow("stock"), slow("checked")])
+def test_two_ranks_compute_what_one_process_does(two: Groups, one: Run, arm: str) -> None:
     assert_one_process(two[arm], one)
 
 
-@pytest.mark.parametrize("arm", ["weighted", "stock weighted"])
-def test_micro_batches_count_by_their_tokens_where_the_loss_function_says_so(
-    two: dict[str, Found], tmp_path: Path, arm: str
-) -> None:
+@pytest.mark.parametrize("arm", ["weighted", slow("stock weighted")])
+def test_micro_batches_count_by_their_tokens_where_the_loss_function_says_so(two: Groups, tmp_path: Path, arm: str) -> None:
     weighted = in_one_process(tmp_path, 2, weighted=True, clip=0.0)
     assert_one_process(two[arm], weighted)
 
 
-def test_the_monitor_and_the_counters_know_of_all_ranks(two: dict[str, Found]) -> None:
+@pytest.mark.slow
+def test_the_monitor_and_the_counters_know_of_all_ranks(two: Groups) -> None:
     counts = COUNTS[2]
     samples = [sum(map(sum, counts[: step + 1])) for step in range(len(counts))]
     tokens = [sum(rank["tokens"][step] for rank in two["watched"]) for step in range(len(counts))]
@@ -106,9 +113,7 @@ def test_the_monitor_and_the_counters_know_of_all_ranks(two: dict[str, Found]) -
         assert any(step == number and value == pytest.approx(loss, rel=1e-5) for step, value in ours)
 
 
-def test_an_error_on_the_rank_with_fewer_micro_batches_is_everyones_and_the_step_is_taken_again(
-    two: dict[str, Found], one: Run
-) -> None:
+def test_an_error_on_the_rank_with_fewer_micro_batches_is_everyones_and_the_step_is_taken_again(two: Groups, one: Run) -> None:
     for number, rank in enumerate(two["failing"]):
         for kind, text, seconds in rank["told"]:
             assert kind == ("RuntimeError" if number == 1 else "OtherRankError") and seconds < 30, text
@@ -118,14 +123,14 @@ def test_an_error_on_the_rank_with_fewer_micro_batches_is_everyones_and_the_step
     assert not differing(first["weights"], second["weights"])
 
 
-def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(two: dict[str, Found]) -> None:
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(two: Groups) -> None:
     for straight, rank in zip(two["straight"], two["resumed"], strict=True):
         assert rank["losses"] == straight["losses"][1:]
         assert not differing(rank["weights"], straight["weights"]) and not differing(rank["state"], straight["state"])
         assert rank["samples"] == straight["samples"]
 
 
-def test_horizontal_order_refuses_unequal_numbers_on_all_ranks_and_goes_on(two: dict[str, Found]) -> None:
+def test_horizontal_order_refuses_unequal_numbers_on_all_ranks_and_goes_on(two: Groups) -> None:
     for rank in two["horizontal"]:
         kind, text, _ = rank["told"]
         assert kind == "LoopError" and "bring 3, 1 micro-batches" in text

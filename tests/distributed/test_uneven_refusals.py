@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from uneven_jobs import Found, run_jobs
+from rank_groups import Found
+from uneven_jobs import run_jobs
 
 LOG = "ds_vertical: elastic: from step 1: micro-batches 4 2\n"
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import uneven_worker
 from processes import start_ranks
+from rank_groups import Found
 from uneven_worker import COUNTS
-
-Found = list[dict[str, Any]]  # by rank
 
 
 def run_jobs(folder: Path, num_ranks: int, runs: list[dict[str, Any]]) -> dict[str, Found]:
