@@ -172,7 +172,7 @@ class VerticalConfig(BaseModel):
     elastic: Elastic | None = None
     """Give faster ranks more micro-batches; null: all bring as many. Vertical order only."""
     acco: Acco | None = None
-    """Compute half a step while the other half's gradients travel; not exact. Null: exact steps. State in host memory."""
+    """Compute half a step while the other half's weights travel; not exact. Null: exact steps. State in host memory."""
     seed_micro_batches: bool = True
     """Give each micro-batch a random stream of its own, in both arms. From (seed, step, micro-batch, rank)."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
