@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from quantised_loss import held_out
+from quantised_loss import held_out, recorded
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 NUM_RANKS: Final = 4
@@ -70,12 +70,6 @@ def summary(losses: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             over.setdefault(arm, {})[seed] = loss / last["exact", seed]
     met = {arm: sum(over[arm].values()) / len(over[arm]) <= most for arm, most in MOST.items() if arm in over}
     return {"over_exact": over, "met": met}
-
-
-def recorded(path: Path, settings: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The held-out losses of runs that have ended before, with the same settings."""
-    record = json.loads(path.read_text()) if path.exists() else {}
-    return record["held_out"] if record.get("settings") == settings else {}
 
 
 def main() -> int:
