@@ -10,8 +10,8 @@ and the first step of each arm does not count. The bytes of a step are what a ho
 rank's start and the last rank's end. The little that the ranks of waiting arms send each other meanwhile is among them.
 
 `--slow nodeB:25`, or `--slow B:25`, gives nodeB a quarter of its half of the cores; the other host then has its half and no
-more. With the arms `uneven`, `acco` and `acco_node` 16 micro-batches of 128 tokens are the default. With `uneven` the first 3
-steps of each arm do not count: so long the ranks settle how many each of them takes. The benchmark needs root. Nothing else may
+more. With `uneven` and the arms of acco 16 micro-batches of 128 tokens are the default. With `uneven` the first 3 steps of each
+arm do not count: so long the ranks settle how many each of them takes. The benchmark needs root. Nothing else may
 run on the machine. All arms are in memory at a time: name two at a time of those whose state rests there.
 """
 
@@ -64,9 +64,9 @@ def _at_once(vertical: Config) -> Config:
     return {**vertical, "vertical_schedule": {**vertical["vertical_schedule"], "overlap": False}}
 
 
-def _elastic(vertical: Config) -> Config:
-    """The vertical arm, whose faster ranks take more micro-batches."""
-    return {**vertical, "vertical_schedule": {**vertical["vertical_schedule"], "elastic": {}}}
+def _elastic(vertical: Config, **keys: int) -> Config:
+    """The vertical arm, whose faster ranks take more micro-batches. `keys`: of the section's `elastic`."""
+    return {**vertical, "vertical_schedule": {**vertical["vertical_schedule"], "elastic": keys}}
 
 
 def _in_memory(config: Config) -> Config:
@@ -112,6 +112,7 @@ ARMS: Final[dict[str, Callable[[Config, Config, int], Config]]] = {
     "exact": lambda vertical, stock, ranks: _exact(vertical),  # beside "acco"
     "acco": lambda vertical, stock, ranks: _in_halves(vertical, "rank"),
     "acco_node": lambda vertical, stock, ranks: _over_levels(_in_halves(vertical, "node"), ranks),
+    "acco_uneven": lambda vertical, stock, ranks: _elastic(_in_halves(vertical, "rank"), min_micro_batches=2),
     "stock_zero1": lambda vertical, stock, ranks: _zero_1(stock),
     "stock": lambda vertical, stock, ranks: _stock_on_cpu(stock),
     "stock_hpz": lambda vertical, stock, ranks: _over_levels(_stock_on_cpu(stock), ranks),
@@ -334,7 +335,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="on the SSD, for all files of the run (default: that for temporary files)")
     parser.add_argument("--json", type=Path, help="write the result there")
     options = parser.parse_args(argv)
-    longer = bool({"uneven", "acco", "acco_node"} & set(options.arms))
+    longer = bool({"uneven", "acco", "acco_node", "acco_uneven"} & set(options.arms))
     options.micro_batches = options.micro_batches or (16 if longer else 4)
     options.tokens = options.tokens or (128 if longer else 8)
     return options
