@@ -73,7 +73,7 @@ def _two_halves(exact: Candidate, copies: Copies, network: Network) -> TwoHalves
 def _in_memory(placement: Placement) -> Placement:
     """Nothing on SSD but activations."""
     for kind in (TensorKind.STATE, TensorKind.PARAMETERS, TensorKind.GRADIENTS):
-        placement = placement.with_shares(kind, {Tier.HOST: 1.0})
+        placement = placement.with_shares(kind, {})  # in their first tier
     return placement
 
 
