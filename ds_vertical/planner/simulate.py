@@ -17,8 +17,7 @@ slots are free; the rest of the step starts when its event does.
 
 [Note: boundary] dependencies() covers one schedule. Between consecutive ones: what an earlier step left (`@-1`) needs that
 step's NORM, and what it did to the same unit; the first FETCH of a unit needs its steps and its RELEASE, and of a step
-issued ahead of it (`STEP.d0`) the values only: what is written is needed by the FETCH after that. MAKE takes the step that the
-schedule before has decided with its NORM.
+issued ahead of it (`STEP.d0`) the values only: what is written is needed by the FETCH after that.
 """
 
 from __future__ import annotations
@@ -148,8 +147,6 @@ def _boundary(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
     for index, event in enumerate(events):
         if event.step_offset < 0:
             yield from ((j, index) for j in {*norms, *left.get(event.layer, ()), *left.get(None, ())})
-        elif event.op is Op.MAKE:
-            yield from ((j, index) for j in norms)
         elif event.op is Op.FETCH and event.layer not in fetched:
             fetched.add(event.layer)
             yield from ((j, index) for j in left.get(event.layer, ()))
