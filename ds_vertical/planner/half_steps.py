@@ -14,7 +14,7 @@ from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner.candidate import Candidate
 from ds_vertical.planner.network import Network
 from ds_vertical.schedule.passes import TrainingStep
-from ds_vertical.types import Placement, TensorKind, Tier, TierBytes
+from ds_vertical.types import Placement, TensorKind, TierBytes
 
 Copies = Literal["rank", "node"]
 
