@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ds_vertical.cli.common import JsonObject, parse_bytes
 from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
+from ds_vertical.cli.plan.half_steps import TwoHalves, two_halves
 from ds_vertical.cli.plan.pieces import time_pieces
 from ds_vertical.config.deepspeed_keys import AIO
 from ds_vertical.config.section import SECTION
@@ -24,7 +25,6 @@ from ds_vertical.planner import machine as profile
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.candidate import Candidate, into_node_bytes, most_micro_batches
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
-from ds_vertical.planner.half_steps import TwoHalves, two_halves
 from ds_vertical.planner.machine import Profile, read_links
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of, without_frozen
 from ds_vertical.planner.network import Network

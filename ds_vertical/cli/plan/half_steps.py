@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner.candidate import Candidate
 from ds_vertical.planner.network import Network
 from ds_vertical.schedule.passes import TrainingStep
-from ds_vertical.types import Placement, TensorKind, TierBytes
-
-Copies = Literal["rank", "node"]
+from ds_vertical.types import Copies, Placement, TensorKind, TierBytes
 
 
 @dataclass(frozen=True)

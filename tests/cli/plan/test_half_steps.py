@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ds_vertical.cli import main
+from ds_vertical.cli.plan.half_steps import HalfStep, two_halves
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner import machine as profile
 from ds_vertical.planner.candidate import Candidate, Choice
-from ds_vertical.planner.half_steps import HalfStep, two_halves
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape
