@@ -21,8 +21,11 @@ others compute on one core, which is what is left for them anyway. A thread that
 Adam's own kernel) would take all cores: `cpu_adam` lets torch ask. Beside other work on the cores the team is to sleep after
 all: see `openmp_wait`.
 
-Beside a device the host's cores are CPU Adam's. Where several ranks share them, each with a team of all cores, the teams keep
-each other off the cores; so a rank's team is its share, unless OMP_NUM_THREADS says how large it is.
+Beside a device the host's cores are CPU Adam's, but for two: one thread issues the device's work, and in a backward another
+does. Where those have no core the device waits for them. Several ranks share the cores: teams of all cores would keep each other
+off them. So a rank's team is its share of the cores less two, or half of a small share. OMP_NUM_THREADS says another size. The 1
+that torchrun and `accelerate launch` write there, where nobody has written anything, does not count: with it CPU Adam would be
+the slowest part of most runs.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from ds_vertical.io import streams
 from ds_vertical.types import Tier
 
 _CAP_IPC_LOCK: Final = 14
+_CORES_FOR_DEVICE: Final = 2
 _UNLIMITED: Final = 1 << 60  # cgroup v1 writes about 2^63 where there is no limit
 _DONTNEED, _HUGEPAGE = 4, 14  # madvise's
 HUGE_BYTES: Final = 2 << 20
@@ -200,8 +204,22 @@ def serve_device(device: torch.device, num_ranks: int) -> None:
 
 
 def share_cores(num_ranks: int) -> None:
-    """Let the calling thread, and threads that compute for the first time from now on, do so on one of `num_ranks` shares of
-    this process's cores at most; OMP_NUM_THREADS wins."""
-    num_threads = torch.get_num_threads()
-    if num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(num_threads, max(1, len(os.sched_getaffinity(0)) // num_ranks)))
+    """Let the calling thread, and threads that compute for the first time from now on, do so on as many cores as CPU Adam has
+    beside a device."""
+    torch.set_num_threads(team_beside_device(num_ranks))
+
+
+def team_beside_device(num_ranks: int) -> int:
+    """Threads with which CPU Adam computes beside a device, where `num_ranks` share this process's cores: see [Note: one team].
+    OMP_NUM_THREADS wins, unless it is the 1 of a launcher."""
+    if "OMP_NUM_THREADS" in os.environ and not is_launchers_one(num_ranks):
+        return torch.get_num_threads()
+    share = len(os.sched_getaffinity(0)) // num_ranks
+    return max(1, share // 2, share - _CORES_FOR_DEVICE)
+
+
+def is_launchers_one(num_ranks: int) -> bool:
+    """Whether OMP_NUM_THREADS is the 1 that torchrun writes for several ranks and `accelerate launch` for any number, where the
+    user has written nothing."""
+    launched = num_ranks > 1 or any(name.startswith("ACCELERATE_") for name in os.environ)
+    return launched and os.environ.get("OMP_NUM_THREADS") == "1"
