@@ -85,7 +85,8 @@ def locked_by_zero_init(config: dict[str, Any]) -> int:
     param = DeepSpeedZeroConfig(**config.get("zero_optimization", {})).offload_param
     if param is None or param.device != OffloadDeviceEnum.nvme:
         return 0
-    return int(param.buffer_count) * int(param.buffer_size) * (2 if wants_half(config) else 4)
+    width, alignment = 2 if wants_half(config) else 4, OffloadSettings.read(config).alignment_bytes
+    return int(param.buffer_count) * -(-int(param.buffer_size) * width // alignment) * alignment
 
 
 def wants_half(config: Mapping[str, object]) -> bool:
