@@ -22,10 +22,10 @@ Adam's own kernel) would take all cores: `cpu_adam` lets torch ask. Beside other
 all: see `openmp_wait`.
 
 Beside a device the host's cores are CPU Adam's, but for two: one thread issues the device's work, and in a backward another
-does. Where those have no core the device waits for them. Several ranks share the cores: teams of all cores would keep each other
-off them. So a rank's team is its share of the cores less two, or half of a small share. OMP_NUM_THREADS says another size. The 1
-that torchrun and `accelerate launch` write there, where nobody has written anything, does not count: with it CPU Adam would be
-the slowest part of most runs.
+does. Where those have no core the device waits for them. Several ranks share the cores: teams of all cores would keep each
+other off them. So a rank's team is its share of the cores less two, or half of a small share. OMP_NUM_THREADS says another
+size. The 1 that torchrun and `accelerate launch` write there, where nobody has written anything, does not count: with it CPU
+Adam would be the slowest part of most runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ds_vertical.types import Tier
 _CAP_IPC_LOCK: Final = 14
 _CORES_FOR_DEVICE: Final = 2
 _UNLIMITED: Final = 1 << 60  # cgroup v1 writes about 2^63 where there is no limit
-_DONTNEED, _HUGEPAGE = 4, 14  # madvise's
+_DONTNEED, _DONTFORK, _HUGEPAGE = 4, 10, 14  # madvise's
 HUGE_BYTES: Final = 2 << 20
 # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h, with the most that it takes for each by itself
 _THRESHOLDS: Final = ((-1, 64 << 20), (-3, 32 << 20))
@@ -60,6 +60,9 @@ def _libc() -> ctypes.CDLL:
     libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mmap.restype = ctypes.c_void_p
     return libc
 
 
@@ -74,6 +77,24 @@ def lock_huge(num_bytes: int) -> tuple[mmap.mmap, int]:
         error = ctypes.get_errno()
         raise OSError(error, f"locking {num_bytes} bytes of host memory: {os.strerror(error)}; raise the limit (ulimit -l)")
     return region, start
+
+
+def map_pages(num_bytes: int) -> int:
+    """The address of fresh memory, for a device's driver to lock: whole pages, huge ones as far as the kernel has them, until
+    `unmap_pages`. Forks do not have it: a kernel before Linux 5.12 would give this process another page at its next write, and
+    the driver go on with the old one. Raises OSError."""
+    address = _libc().mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if address == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, f"mapping {num_bytes} bytes of host memory: {os.strerror(error)}")
+    for advice in (_HUGEPAGE, _DONTFORK):  # a kernel without huge pages gives plain ones
+        _libc().madvise(address, num_bytes, advice)
+    return address
+
+
+def unmap_pages(address: int, num_bytes: int) -> None:
+    """Give back what `map_pages` has given."""
+    _libc().munmap(address, num_bytes)
 
 
 def rest_pages(address: int, num_bytes: int) -> None:

@@ -206,6 +206,12 @@ class OutgoingStream:
             before.synchronize()
         return self._marked
 
+    def wait(self) -> None:
+        """Return when all copies are complete, or the device has failed, which copies nothing any more."""
+        if self._stream is not None:
+            with contextlib.suppress(RuntimeError):
+                self._stream.synchronize()
+
 
 class EventWindow:
     """How far the device may be behind the host, which releases memory that the device still uses: a number of releases.

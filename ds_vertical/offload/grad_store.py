@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from ds_vertical.compat import pinned_memory
 from ds_vertical.errors import GradientGoneError
 from ds_vertical.io import streams
 from ds_vertical.io.aio import DiskQueue, Transfer
@@ -127,6 +128,8 @@ class _Unit:
                 return
             entry.memory.num_users -= 1
             last = entry.memory.num_users == 0
+        if entry.copied is not None:  # nobody has read what comes: whoever takes the memory may write there at once
+            entry.copied.synchronize()
         if last:
             entry.memory.give_back(entry.memory.tensor)
 
@@ -277,8 +280,9 @@ class HeldGradients:
         return failure
 
     def close(self) -> None:
-        """Complete the writes in flight and give their queue back."""
+        """Complete the writes and copies in flight and give the queue back."""
         self.file.close()
+        self._outgoing.wait()
 
     # ---- for readers
 
@@ -343,7 +347,7 @@ def _fill(
 
 
 def _page_locked(numel: int) -> torch.Tensor:
-    return torch.empty(numel, dtype=torch.float32, pin_memory=True)
+    return pinned_memory.lock_host_bytes(numel * FP32_BYTES).view(torch.float32)
 
 
 def _lie_in(flat: torch.Tensor, shares: Iterable[torch.Tensor], sizes: Sequence[int]) -> bool:

@@ -7,6 +7,7 @@ Leaves by case what it has computed, and found, in FOLDER/NAME.pt: an `Outcome`.
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
 from collections import Counter
@@ -112,11 +113,13 @@ CASES = {
 
 @dataclass
 class Outcome:
-    """What training has given; on the late device also the host's waits of each step, and what was wrong."""
+    """What training has given; on the late device also the host's waits of each step, what was wrong, and bytes of host memory
+    that are still registered with the device once the engine is gone."""
 
     run: harness.Run | None = None
     waits: list[Counter[Any]] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    registered: int = -1
     error: str | None = None
 
 
@@ -161,6 +164,8 @@ def outcome(case: Case, folder: Path) -> Outcome:
         found.run = train(case, folder, watch)
     except Exception:
         found.error = traceback.format_exc()
+    gc.collect()
+    found.registered = late_device.library().page_locked_bytes()[0]
     found.violations = late_device.library().take_violations()
     return found
 
