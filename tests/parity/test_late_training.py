@@ -24,7 +24,7 @@ ALL = [pytest.param(name, marks=() if case.fast else pytest.mark.slow) for name,
 
 def train_late(folder: Path, names: Collection[str]) -> dict[str, Outcome]:
     """Each case, one after the other in one process whose accelerator the late device is."""
-    command = [sys.executable, str(SUPPORT / "late_worker.py"), str(folder), *names]
+    command = [sys.executable, str(SUPPORT / "late_worker.py"), str(folder), "late", *names]
     done = forks.run(folder, command, os.environ | {"OMP_NUM_THREADS": "1"}, timeout=250)
     assert done.returncode == 0, done.stderr[-4000:]
     return {name: torch.load(folder / f"{name}.pt", weights_only=False) for name in names}
@@ -52,13 +52,11 @@ def test_training_has_the_bits_of_the_cpu(tmp_path: Path, late: Callable[[str], 
     harness.assert_identical(train(CASES[name], tmp_path), outcome.run)
 
 
-def test_the_host_waits_a_few_times_a_step_and_for_no_fetch(late: Callable[[str], Outcome]) -> None:
+def test_the_host_waits_a_few_times_a_step_and_for_no_fetch_nor_micro_batch(late: Callable[[str], Outcome]) -> None:
     waits = late("fp32, clipped").waits[-1]
     by_site = Counter[str]()
     for wait, count in waits.items():
         by_site[wait.site] += count
-    moving = by_site.pop("batch.py:<lambda>")  # users' tensors, in pageable memory, go to the device
-    assert moving == 6
     assert by_site.pop("zero_optimizer.py:group_norms") <= 3
     assert by_site.pop("zero_optimizer.py:open_step") == 1
     known = {"streams.py:wait", "streams.py:mark", "grad_store.py:wait", "buffers.py:take", "param_shards.py:_wait_copies"}
