@@ -19,6 +19,7 @@ from late_worker import CASES, NUM_LAYERS, Outcome, train
 from places import SUPPORT
 
 FAST = [name for name, case in CASES.items() if case.fast]
+BUDGETED = ["bf16, clipped", "fp32, clipped", "fp32, half of each layer late", "bf16, all in host memory"]
 ALL = [pytest.param(name, marks=() if case.fast else pytest.mark.slow) for name, case in CASES.items()]
 
 
@@ -62,3 +63,10 @@ def test_the_host_waits_a_few_times_a_step_and_for_no_fetch_nor_micro_batch(late
     known = {"streams.py:wait", "streams.py:mark", "grad_store.py:wait", "buffers.py:take", "param_shards.py:_wait_copies"}
     assert set(by_site) <= known, by_site
     assert sum(by_site.values()) <= 2 * NUM_LAYERS + 2, by_site
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in BUDGETED])
+def test_the_devices_budget_covers_what_training_takes(late: Callable[[str], Outcome], name: str) -> None:
+    """A few tokens a micro-batch: activations, which it leaves out, take less than 1 MiB."""
+    outcome = late(name)
+    assert outcome.peak - (1 << 20) <= outcome.budget <= 1.5 * outcome.peak, (outcome.peak, outcome.budget)

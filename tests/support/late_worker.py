@@ -156,21 +156,37 @@ ON_RANKS = {"bf16, listening for signals": replace(_case("bf16", 1.0), listens=T
 
 @dataclass
 class Outcome:
-    """What training has given; on the late device also the host's waits of each step, what was wrong, and bytes of host memory
-    that are still registered with the device once the engine is gone."""
+    """What training has given; on the late device also the host's waits of each step, what was wrong, bytes of host memory
+    that are still registered with the device once the engine is gone; bytes of the device that the budget has for the training,
+    and that it has taken at most."""
 
     run: harness.Run | None = None
     waits: list[Counter[Any]] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     registered: int = -1
+    budget: int = -1
+    peak: int = -1
     error: str | None = None
 
 
 Watch = Callable[[], AbstractContextManager[Any]]
 
 
-def train(case: Case, folder: Path, watch: Watch = nullcontext) -> harness.Run:
-    """All that `harness.Run` has but gradients: reading them waits. Each step is within `watch`."""
+def device_budget(engine: Any, model: nn.Module, config: dict[str, Any]) -> int:
+    """Bytes of the device that `initialize` has found to be needed, activations not counted."""
+    from ds_vertical.engine.memory_check import Forecast, groups_of
+    from ds_vertical.planner.memory_budget import budget, total_bytes
+    from ds_vertical.types import Tier
+
+    forecast = Forecast(engine.layers, groups_of(model, None, None), config, engine.vertical)
+    return total_bytes(budget(forecast.shape, forecast.terms, forecast.further(0)), Tier.DEVICE)
+
+
+def train(
+    case: Case, folder: Path, watch: Watch = nullcontext, look: Callable[[Any, nn.Module, Any], None] = lambda *_: None
+) -> harness.Run:
+    """All that `harness.Run` has but gradients: reading them waits. Each step is within `watch`; `look` has the engine, its
+    model and its JSON at the end of the last one."""
     config = harness.base_config(folder, num_micro_batches=NUM_MICRO_BATCHES, **case.options)
     if case.options.get("params", "nvme") == "nvme":
         harness.small_buffers(config, WIDTH * WIDTH)
@@ -188,6 +204,7 @@ def train(case: Case, folder: Path, watch: Watch = nullcontext) -> harness.Run:
             run.norms.append(float(engine.get_global_grad_norm()))
             if step == 0:
                 others = case.between(engine, batches[-2:], folder)
+        look(engine, model, config)
         run.losses = [loss.item() for loss in losses] + others
         run.weights, run.state = harness.read_weights(model), harness.read_state(engine, model)
     finally:
@@ -202,12 +219,18 @@ def outcome(case: Case, folder: Path) -> Outcome:
 
     @contextmanager
     def watch() -> Iterator[None]:
+        torch.accelerator.reset_peak_memory_stats()
         with late_device.waits() as waits:
             yield
         found.waits.append(waits)
+        found.peak = max(found.peak, torch.accelerator.memory_stats()["active_bytes.all.peak"] - before)
 
+    def look(engine: Any, model: nn.Module, config: dict[str, Any]) -> None:
+        found.budget = device_budget(engine, model, config)
+
+    before = torch.accelerator.memory_stats()["active_bytes.all.current"]
     try:
-        found.run = train(case, folder, watch)
+        found.run = train(case, folder, watch, look)
     except Exception:
         found.error = traceback.format_exc()
     gc.collect()
