@@ -1,5 +1,5 @@
-"""Two ranks, each with a late device of its own: the bits of two ranks on the CPU, and no wait for a device where ranks only tell
-each other something."""
+"""Two ranks, each with a late device of its own: the bits of two ranks on the CPU, and no wait for a device where ranks only
+tell each other something."""
 
 from __future__ import annotations
 

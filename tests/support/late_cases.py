@@ -20,7 +20,10 @@ import late_copies
 import late_device
 import torch
 from late_copies import DEVICE, caught, current, page_locked
+from places import ROOT
 from torch import nn
+
+from ds_vertical.cli.bench.block_timer import BlockBatch, BlockTimer
 
 CASES: dict[str, Callable[[], None]] = {}
 
@@ -264,6 +267,15 @@ def a_second_device_has_streams_and_memory_of_its_own() -> None:
     assert (values + 1).device == other and (values + 1).tolist() == [2, 2]
     with torch.accelerator.device_index(1):
         assert torch.empty(1, device="late").device == other
+
+
+@case
+def a_layers_launch_is_timed_without_a_wait() -> None:
+    timer = BlockTimer(ROOT / "configs" / "models" / "gpt_13m.json", BlockBatch(8, 1, "fp32"), "late:0")
+    assert timer.once.entered is not None
+    with late_device.waits() as waits:
+        assert 0 < timer.launch_s(1) < 10
+    assert not {wait.what for wait in waits} - {"device"}, waits  # ahead of the call: the device is to be idle
 
 
 def main(file: str) -> int:
