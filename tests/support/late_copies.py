@@ -60,11 +60,12 @@ def fetched_values_are_there_for_what_is_computed_next() -> None:
         return copies
 
     with late_device.waits() as waits:
-        wait_copies = CopyStream(DEVICE).run(copy)
+        issued = CopyStream(DEVICE).run(copy)
+        issued.land()
         total = copies[0] + 1
         copies.clear()  # given up by code that knows of no other stream
         assert not waits
-        wait_copies()
+        issued.wait()
         source.fill_(7)
     assert total.tolist() == [2, 3]
 
@@ -78,9 +79,28 @@ def a_source_is_left_alone_until_its_copies_are_complete() -> None:
         copies.append(source.to(DEVICE, non_blocking=True))
         return copies
 
-    lane.run(copy)()
+    issued = lane.run(copy)
+    issued.wait()
     source.fill_(7)
+    issued.land()
     assert copies[0].tolist() == [1, 2]
+
+
+@case
+def what_is_computed_ahead_of_a_fetched_layer_does_not_wait_for_its_copies() -> None:
+    source = page_locked(1, 2)
+    copies: list[torch.Tensor] = []
+
+    def copy() -> list[torch.Tensor]:
+        copies.append(source.to(DEVICE, non_blocking=True))
+        return copies
+
+    issued = CopyStream(DEVICE).run(copy)
+    torch.ones(1, device=DEVICE) + 1  # of the layer before
+    assert issued.copied is not None and not issued.copied.query()
+    issued.land()
+    assert not issued.copied.query()
+    assert (copies[0] + 1).tolist() == [2, 3] and issued.copied.query()
 
 
 @case

@@ -99,8 +99,8 @@ class BlockTimer:
 
         A layer's are means over `rounds` times a few calls, or over more where the calls are short: a step has the machine's
         slow moments, too. The others are medians. `activation_bytes`: bytes of a layer's input. `gauge_s`, where the device is
-        the host: what `block_s` would return for the time in which the layer was timed. `launch_s`, elsewhere: see the method of
-        this name. `free_saved_s`, `products_saved_s`,
+        the host: what `block_s` would return for the time in which the layer was timed. `launch_s`, elsewhere: see the method
+        of this name. `free_saved_s`, `products_saved_s`,
         `everything_saved_s`: of the layer's forward, what each activation policy saves in its backward; `products_kept_bytes`,
         `everything_kept_bytes`: what it keeps. A policy that the layer cannot have is left out.
         """
