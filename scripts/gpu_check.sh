@@ -20,6 +20,10 @@ while [ $# -gt 0 ]; do
         *) echo "gpu_check.sh: $1: no such option; the head of this file has all" >&2; exit 2 ;;
     esac
 done
+case $stage in
+    tests | debug | ab4 | ab16) ;;
+    *) echo "gpu_check.sh: --stage ${stage:-(none)}: write tests, debug, ab4 or ab16" >&2; exit 2 ;;
+esac
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 out=${out:-runs/gpu/$stage}
 limit_s=600
@@ -67,5 +71,4 @@ case $stage in
     debug) run "$python" scripts/gpu_waits.py --config configs/gpt_13m_cpu.json --model gpt_13m ;;
     ab4) compare 4 32 2560 6912 20 ;;  # 2.7 B parameters
     ab16) compare 16 24 2048 5504 16 ;;  # 1.3 B
-    *) echo "gpu_check.sh: --stage ${stage:-(none)}: write tests, debug, ab4 or ab16" >&2; exit 2 ;;
 esac
