@@ -2,8 +2,8 @@
 
     python benchmarks/portable.py RESULT TARGET
 
-records one JSON so. The scripts here record through `write`. `runs` is the folder in which the measured runs left their logs; wherever that was, the
-record names it `runs/<kind>`, which is where the script puts it by default.
+records one JSON so. The scripts here record through `write`. `runs` is the folder in which the measured runs left their logs;
+wherever that was, the record names it `runs/<kind>`, which is where the script puts it by default.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from ds_vertical.io import host
 
 
 def aligned_bytes(sizes: Iterable[int], alignment_bytes: int) -> int:
-    """What a buffer of stock's takes that has a place for each of `sizes` (bytes), aligned for asynchronous I/O: whole pages."""
+    """Bytes of a buffer of stock's that has a place for each of `sizes` (bytes), aligned for asynchronous I/O; whole pages."""
     needed = sum(-(-size // alignment_bytes) * alignment_bytes for size in sizes)
     return -(-needed // mmap.PAGESIZE) * mmap.PAGESIZE
 

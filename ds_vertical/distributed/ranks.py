@@ -65,9 +65,7 @@ def own_subgroup(purpose: str, parts: Sequence[tuple[int, ...]]) -> torch.distri
     return _made_once(purpose if accelerator.device_name() == "cpu" else "", tuple(parts))
 
 
-def _made_once(
-    purpose: str, parts: tuple[tuple[int, ...], ...], backend: str | None = None
-) -> torch.distributed.ProcessGroup:
+def _made_once(purpose: str, parts: tuple[tuple[int, ...], ...], backend: str | None = None) -> torch.distributed.ProcessGroup:
     """All ranks make the groups of all parts, in one order: torch names a group by how many a rank has made. A group is made
     again where the process group's store is another one."""
     store = torch.distributed.distributed_c10d._get_default_store()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 
 import harness
 import pytest

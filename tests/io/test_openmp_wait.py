@@ -105,7 +105,8 @@ def teams(environment: dict[str, str], cores: int, *num_ranks: int) -> list[int]
     done = subprocess.run(command, env=plain | environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     on_the_host, *found = json.loads(done.stdout)
-    assert on_the_host == 2 * [int(environment.get("OMP_NUM_THREADS", cores))] and all(torchs == runtimes for torchs, runtimes in found)
+    assert on_the_host == 2 * [int(environment.get("OMP_NUM_THREADS", cores))]
+    assert all(torchs == runtimes for torchs, runtimes in found)
     return [torchs for torchs, _ in found]
 
 

@@ -245,8 +245,6 @@ def main(folder: str, device: str, *names: str) -> int:
 
         late_accelerator.use()
     num_ranks, rank = (int(os.environ.get(name, least)) for name, least in (("WORLD_SIZE", 1), ("RANK", 0)))
-    if num_ranks > 1:
-        harness.start_process_group(launched=True)
     for index, name in enumerate(names):
         place, case = Path(folder, f"{device}{index}"), (CASES | ON_RANKS)[name]
         place.mkdir(exist_ok=True)

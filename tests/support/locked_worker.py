@@ -1,6 +1,6 @@
 """An engine and one step of it, in a process that may lock so many bytes of memory more, as users without CAP_IPC_LOCK may.
 
-    python tests/support/locked_worker.py FILE LIMIT [late]
+    python tests/support/locked_worker.py FILE LIMIT
 
 Reads the JSON from FILE, and writes there what has come of it: "refused" and the words, or "trained"; bytes that were locked at
 most beyond those at the start, and those that are locked at the end.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 # run as a script, so this folder is first on the path
 import harness
+import late_accelerator
 from models import MixerModel, token_batches
 from processes import status
 
@@ -57,17 +58,14 @@ class Watch(threading.Thread):
             self.most = max(self.most, status("VmLck"))
 
 
-def main(file: str, limit: str, *device: str) -> int:
-    if device:
-        import late_accelerator
-
-        late_accelerator.use()
+def main(file: str, limit: str) -> int:
+    late_accelerator.use()  # whose driver locks our buffers, so that they do not count
     harness.start_process_group()
     config = json.loads(Path(file).read_text())
     allow_locking(int(limit))
     watch = Watch()
     watch.start()
-    build = partial(MixerModel, 3, width=768)
+    build = partial(MixerModel, 3)
     try:
         with harness.running(config, build, vertical=True, under_zero_init=False) as (engine, _):
             engine.train_batch(iter(token_batches(1, 3, rows=1, shortest=5)[0]))
