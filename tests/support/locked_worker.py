@@ -65,10 +65,9 @@ def main(file: str, limit: str) -> int:
     allow_locking(int(limit))
     watch = Watch()
     watch.start()
-    build = partial(MixerModel, 3)
     try:
-        with harness.running(config, build, vertical=True, under_zero_init=False) as (engine, _):
-            engine.train_batch(iter(token_batches(1, 3, rows=1, shortest=5)[0]))
+        with harness.running(config, partial(MixerModel, 3, vocab=256), vertical=True) as (engine, _):
+            engine.train_batch(iter(token_batches(1, 3, vocab=256, rows=1, shortest=5)[0]))
         found = ["trained", ""]
     except MemoryBudgetError as error:
         found = ["refused", str(error)]
