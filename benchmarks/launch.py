@@ -11,6 +11,7 @@ the sum of its gradients in fp32, as a B is. Writes benchmarks/launch/NAME.json.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import tempfile
 from collections import defaultdict
@@ -27,8 +28,6 @@ import report
 ROOT = portable.ROOT
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-import harness  # noqa: E402
-import late_accelerator  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
@@ -36,6 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from ds_vertical.schedule.events import Event, Op  # noqa: E402
 from ds_vertical.schedule.trace import Tracer  # noqa: E402
 
+harness, late_accelerator = (importlib.import_module(name) for name in ("harness", "late_accelerator"))
 VOCABULARY = 128
 
 
@@ -58,7 +58,8 @@ class PlainBlock:
     """A block of a model of its own, called as the model calls it."""
 
     def __init__(self, options: argparse.Namespace, ids: torch.Tensor) -> None:
-        model = build(options).to(device=ids.device, dtype=torch.bfloat16)
+        model = build(options)
+        nn.Module.to(model, device=ids.device, dtype=torch.bfloat16)
         self._block: nn.Module = model.model.layers[1]
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
@@ -86,6 +87,7 @@ class PlainBlock:
             left = left[0] if isinstance(left, tuple) else left
             torch.autograd.backward(left, torch.ones_like(left))
             for param, total in zip(self._block.parameters(), self._sums, strict=True):
+                assert param.grad is not None
                 total.add_(param.grad)
                 param.grad = None
 

@@ -280,9 +280,10 @@ class HeldGradients:
         return failure
 
     def close(self) -> None:
-        """Complete the writes and copies in flight and give the queue back."""
+        """Complete the writes and copies in flight, and give the queue back and the memory that holds nothing."""
         self.file.close()
         self._outgoing.wait()
+        self._reserve.clear()
 
     # ---- for readers
 

@@ -85,7 +85,7 @@ def ask_to_stop(engine: Any, batches: harness.Batches, folder: Path) -> list[flo
 
     with pytest.raises(SystemExit) as ended:
         engine.train_batch(iter(batches[0]), signalling)
-    return [float(ended.value.code), engine.global_steps, len(list((folder / "saved").glob("global_step*")))]
+    return [float(str(ended.value.code)), engine.global_steps, len(list((folder / "saved").glob("global_step*")))]
 
 
 def generate(engine: Any, batches: harness.Batches, _: Path) -> list[float]:
