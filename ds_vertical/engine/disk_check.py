@@ -108,7 +108,7 @@ def check_before_the_model(config: dict[str, Any]) -> None:
         )
 
 
-def check_locked(forecast: Forecast, config: dict[str, Any]) -> None:
+def check_locked(forecast: Forecast, config: dict[str, object]) -> None:
     """Raise MemoryBudgetError, on every rank, where one may not lock as much as it has to: first DeepSpeed's buffers, by mlock
     on any device, then ours in their place, which a device's driver may lock."""
     items = memory_budget.budget(forecast.shape, forecast.terms)
@@ -133,7 +133,7 @@ def _lock_fault(ours: int, stock: Mapping[str, int]) -> str | None:
     )
 
 
-def _locked_by_stock(forecast: Forecast, config: dict[str, Any]) -> dict[str, int]:
+def _locked_by_stock(forecast: Forecast, config: dict[str, object]) -> dict[str, int]:
     """By what decides about them, bytes that DeepSpeed will lock while its optimizer is set up, all at a time: the buffers for
     parameters, unless zero.Init has had them before; those for the largest chunk of state; and one for its parameters, in
     whole, where some are stepped on SSD."""

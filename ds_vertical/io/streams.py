@@ -144,7 +144,7 @@ class DeviceEvent(Protocol):
 
 
 @dataclass(frozen=True)
-class Copies:
+class IssuedCopies:
     """Copies that a CopyStream has been given. `copied`: the event behind them; None where they are complete."""
 
     copied: DeviceEvent | None = None
@@ -172,19 +172,19 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = new_stream(device)
 
-    def run(self, issue: Callable[[], Sequence[torch.Tensor]]) -> Copies:
+    def run(self, issue: Callable[[], Sequence[torch.Tensor]]) -> IssuedCopies:
         """Call `issue`, which issues copies and returns the device tensors that it makes, on the stream. Neither the host nor
-        the device's current stream waits for them: see `Copies`."""
+        the device's current stream waits for them: see `IssuedCopies`."""
         if self._stream is None:
             issue()
-            return Copies()
+            return IssuedCopies()
         with given_to(self._stream):
             tensors = issue()
             copied = record_event(self._stream)
         current = current_stream(self._stream.device)
         for tensor in tensors:
             tensor.record_stream(current)  # made on the copy stream, freed by code that knows the current stream only
-        return Copies(copied, self._stream.device)
+        return IssuedCopies(copied, self._stream.device)
 
 
 class OutgoingStream:

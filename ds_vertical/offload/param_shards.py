@@ -318,7 +318,7 @@ class Landing:
         """Return once it has."""
         self._backlog.wait(_num_landed(residents) + 1)
 
-    def bring(self, params: Sequence[nn.Parameter]) -> streams.Copies:
+    def bring(self, params: Sequence[nn.Parameter]) -> streams.IssuedCopies:
         """Assemble full parameters from shards that are in memory: whoever uses them has the copies land first."""
         copies = self._lane.run(
             lambda: zero_params.copy_to_device(params) if self.is_copy else zero_params.gather(params, self._group)
