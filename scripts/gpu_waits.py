@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+import deepspeed
 import model_config
 import torch
 from transformers import AutoModelForCausalLM
@@ -59,7 +60,8 @@ def main() -> int:
     alone()
     config = ds_vertical.prepare(read_config(options.config))
     shape = model_config.resolve(options.model, (), None, options.seq)
-    model = AutoModelForCausalLM.from_config(shape)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = AutoModelForCausalLM.from_config(shape)
     engine, *_ = ds_vertical.initialize(model=model, model_parameters=model.parameters(), config=config)
     count = engine.gradient_accumulation_steps()
     ids = torch.randint(0, shape.vocab_size, (count, engine.train_micro_batch_size_per_gpu(), options.seq))
