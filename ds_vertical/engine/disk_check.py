@@ -139,7 +139,7 @@ def _locked_by_stock(forecast: Forecast, config: dict[str, object]) -> dict[str,
     whole, where some are stepped on SSD."""
     found: dict[str, int] = {}
     json, chunks = stock_config.OffloadSettings.read(config), forecast.chunks
-    if not swap_buffers.parameter_swappers(param for chunk in chunks for param in chunk.params):
+    if not swap_buffers.parameter_swappers(forecast.params):  # adapters made outside have none until they join the base's
         found["zero_optimization.offload_param.buffer_count x buffer_size"] = stock_config.locked_by_zero_init(config)
     largest = max(chunks, key=lambda chunk: chunk.numel, default=None)
     if largest is None:

@@ -160,6 +160,11 @@ class Forecast:
         self.micro_batch_size = int(config.get("train_micro_batch_size_per_gpu") or 1)
 
     @property
+    def params(self) -> list[nn.Parameter]:
+        """All of the model, also those that no optimizer steps."""
+        return [param for params in self._layers.units.values() for param in params]
+
+    @property
     def state_in_files(self) -> bool:
         """Whether the JSON puts the optimizer's state into files."""
         return self._json.state_in_files

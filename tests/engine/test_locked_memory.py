@@ -16,13 +16,13 @@ from places import SUPPORT
 MIB = 1 << 20
 
 
-def limited(folder: Path, limit: int) -> tuple[str, str, int, int]:
+def limited(folder: Path, limit: int, kind: str = "mixer") -> tuple[str, str, int, int]:
     """What comes of a run beside a device that may lock so much: see `locked_worker`."""
     config = small_buffers(base_config(folder / "swap", dtype="fp32", clip=0.0, sub_group_size=200_000), 512 * 512)
     config["zero_optimization"]["offload_param"]["buffer_count"] = 2
     file = folder / "run.json"
     file.write_text(json.dumps(config))
-    command = [sys.executable, str(SUPPORT / "locked_worker.py"), str(file), str(limit)]
+    command = [sys.executable, str(SUPPORT / "locked_worker.py"), str(file), str(limit), kind]
     done = forks.run(folder, command, os.environ | {"OMP_NUM_THREADS": "1"}, timeout=250)
     assert done.returncode == 0, (done.stdout[-1000:], done.stderr[-3000:])
     word, told, most, left = json.loads(file.read_text())
@@ -42,6 +42,13 @@ def test_a_limit_below_what_deepspeed_locks_is_refused_and_the_one_that_is_advis
     word, told, most, left = limited(tmp_path, more)
     assert word == "trained" and left == 0, told
     assert 0.95 * more <= most <= more, (more, most)
+
+
+def test_buffers_that_a_frozen_base_has_had_are_not_counted_again_for_its_adapters(tmp_path: Path) -> None:
+    """The base is made under zero.Init, its adapters outside: they join the base's buffers."""
+    word, told, most, left = limited(tmp_path, 2 * MIB, "adapters")  # those of zero.Init, and no more
+    assert (word, told, left) == ("trained", "", 0)
+    assert most == 2 * MIB
 
 
 def numbers(told: str) -> list[int]:

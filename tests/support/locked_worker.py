@@ -1,9 +1,10 @@
 """An engine and one step of it, in a process that may lock so many bytes of memory more, as users without CAP_IPC_LOCK may.
 
-    python tests/support/locked_worker.py FILE LIMIT
+    python tests/support/locked_worker.py FILE LIMIT mixer|adapters
 
 Reads the JSON from FILE, and writes there what has come of it: "refused" and the words, or "trained"; bytes that were locked at
-most beyond those at the start, and those that are locked at the end.
+most beyond those at the start, and those that are locked at the end. "adapters": made outside zero.Init, of a frozen base that
+was made under it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import json
 import resource
 import sys
 import threading
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 # run as a script, so this folder is first on the path
 import harness
 import late_accelerator
+from adapters import BATCHES, adapted, llama
 from models import MixerModel, token_batches
 from processes import status
+from torch import nn
 
 from ds_vertical.errors import MemoryBudgetError
 
@@ -58,7 +61,16 @@ class Watch(threading.Thread):
             self.most = max(self.most, status("VmLck"))
 
 
-def main(file: str, limit: str) -> int:
+def adapters(config: dict[str, Any]) -> nn.Module:
+    """A base under zero.Init, its adapters outside."""
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        base = llama(512)
+    return adapted(base, 8)
+
+
+def main(file: str, limit: str, kind: str) -> int:
     late_accelerator.use()  # whose driver locks our buffers, so that they do not count
     harness.start_process_group()
     config = json.loads(Path(file).read_text())
@@ -66,8 +78,11 @@ def main(file: str, limit: str) -> int:
     watch = Watch()
     watch.start()
     try:
-        with harness.running(config, partial(MixerModel, 3, vocab=256), vertical=True) as (engine, _):
-            engine.train_batch(iter(token_batches(1, 3, vocab=256, rows=1, shortest=5)[0]))
+        mixes = kind == "mixer"
+        build = (lambda: MixerModel(3, vocab=256)) if mixes else (lambda: adapters(config))
+        batch: list[Any] = token_batches(1, 3, vocab=256, rows=1, shortest=5)[0] if mixes else [*BATCHES[0], BATCHES[1][0]]
+        with harness.running(config, build, vertical=True, under_zero_init=mixes) as (engine, _):
+            engine.train_batch(iter(batch))
         found = ["trained", ""]
     except MemoryBudgetError as error:
         found = ["refused", str(error)]
