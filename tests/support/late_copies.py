@@ -174,6 +174,27 @@ def memory_of_gradients_that_nobody_has_read_is_not_written_under_their_copy() -
 
 
 @case
+def memory_of_a_hold_that_was_cut_off_is_not_written_under_its_copies() -> None:
+    chunk = a_chunk(0.0)
+    held = HeldGradients([chunk], GradientFile(Path(), [], no_queue), False, page_locked=True)
+
+    def cut_off() -> Iterator[torch.Tensor]:
+        yield torch.full((chunk.sizes[0],), 7.0, device=DEVICE)
+        raise KeyboardInterrupt
+
+    for _ in range(2):  # in the same memory
+        try:
+            held.hold(3, [0], ReducedSums(cut_off(), None, lambda _: None), early=False, final=False)
+        except KeyboardInterrupt:
+            held.abandon([])
+        spare = held._reserve._spare
+        for memory in spare:
+            memory.fill_(5)  # its next user
+        torch.accelerator.synchronize()
+        assert spare and all(memory.eq(5).all() for memory in spare)
+
+
+@case
 def what_leaves_is_what_has_been_computed() -> None:
     outgoing, target = OutgoingStream(), page_locked(0, 0)
     assert outgoing.mark() is None
