@@ -71,14 +71,14 @@ class _Registered:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def unlock(self) -> None:
-        """Let the driver unlock them. Twice is harmless."""
+        """Let the driver unlock them. Twice is harmless. Raises what the driver does; they are locked then as before."""
         if self.is_locked and self._owner == os.getpid():
-            self.is_locked = False
             accelerator.get_accelerator().unregister_host_memory(self.address)
+            self.is_locked = False
 
     def __del__(self) -> None:
         if self._owner == os.getpid() and not sys.is_finalizing():  # at the process's end all goes back by itself
-            self.unlock()
+            self.unlock()  # where that raises the pages stay: the driver has them
             host.unmap_pages(self.address, self.num_bytes)
 
 
@@ -118,9 +118,10 @@ def counts_as_locked() -> bool:
 
 def unlock_host_bytes(buffer: torch.Tensor) -> None:
     """Give back what `lock_host_bytes` took; the tensor must not be used afterwards, nor by a copy that is under way."""
-    pages = _registered.pop(buffer.data_ptr(), None)
+    pages = _registered.get(buffer.data_ptr())
     if pages is not None:
         pages.unlock()
+        _registered.pop(pages.address, None)
         host.rest_pages(pages.address, pages.num_bytes)
     if not accelerator.is_one_memory():
         return
