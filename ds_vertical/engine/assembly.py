@@ -189,7 +189,7 @@ class Assembly:
         take what is due of the last step first."""
         sharing = ranks.ranks_on_these_cores()
         begin = partial(host.serve_device, self._device, sharing)
-        if works_beside_host(self._device) and host.is_launchers_one(sharing):
+        if works_beside_host(self._device) and host.is_launchers_one():
             accelerator.log(
                 "ds_vertical: OMP_NUM_THREADS is 1, which launchers write where nobody has written anything; CPU Adam takes"
                 f" {host.team_beside_device(sharing)} threads all the same; write another number, and it takes that"

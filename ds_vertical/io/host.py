@@ -24,7 +24,7 @@ all: see `openmp_wait`.
 Beside a device the host's cores are CPU Adam's, but for two: one thread issues the device's work, and in a backward another
 does. Where those have no core the device waits for them. Several ranks share the cores: teams of all cores would keep each
 other off them. So a rank's team is its share of the cores less two, or half of a small share. OMP_NUM_THREADS says another
-size. The 1 that torchrun and `accelerate launch` write there, where nobody has written anything, does not count: with it CPU
+size, and `torch.set_num_threads` a smaller one. The 1 that torchrun and `accelerate launch` write there, where nobody has written anything, does not count: with it CPU
 Adam would be the slowest part of most runs.
 """
 
@@ -47,6 +47,7 @@ from ds_vertical.types import Tier
 
 _CAP_IPC_LOCK: Final = 14
 _CORES_FOR_DEVICE: Final = 2
+_ONLY_ACCELERATE_LAUNCH: Final = "ACCELERATE_DYNAMO_USE_FULLGRAPH"  # others of its variables are written by Trainers and users
 _UNLIMITED: Final = 1 << 60  # cgroup v1 writes about 2^63 where there is no limit
 _DONTNEED, _DONTFORK, _HUGEPAGE = 4, 10, 14  # madvise's
 HUGE_BYTES: Final = 2 << 20
@@ -232,15 +233,18 @@ def share_cores(num_ranks: int) -> None:
 
 def team_beside_device(num_ranks: int) -> int:
     """Threads with which CPU Adam computes beside a device, where `num_ranks` share this process's cores: see [Note: one team].
-    OMP_NUM_THREADS wins, unless it is the 1 of a launcher."""
-    if "OMP_NUM_THREADS" in os.environ and not is_launchers_one(num_ranks):
-        return torch.get_num_threads()
+    OMP_NUM_THREADS wins, unless it is the 1 of a launcher; no more than torch was told otherwise."""
     share = len(os.sched_getaffinity(0)) // num_ranks
-    return max(1, share // 2, share - _CORES_FOR_DEVICE)
+    most = max(1, share // 2, share - _CORES_FOR_DEVICE)
+    if is_launchers_one():
+        return most
+    told = torch.get_num_threads()
+    return told if "OMP_NUM_THREADS" in os.environ else min(told, most)
 
 
-def is_launchers_one(num_ranks: int) -> bool:
-    """Whether OMP_NUM_THREADS is the 1 that torchrun writes for several ranks and `accelerate launch` for any number, where the
-    user has written nothing."""
-    launched = num_ranks > 1 or any(name.startswith("ACCELERATE_") for name in os.environ)
-    return launched and os.environ.get("OMP_NUM_THREADS") == "1"
+def is_launchers_one() -> bool:
+    """Whether OMP_NUM_THREADS is the 1 that torchrun writes for several ranks of a host and `accelerate launch` for any number,
+    where the user has written nothing."""
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("LOCAL_WORLD_SIZE") or 1) > 1
+    by_accelerate = _ONLY_ACCELERATE_LAUNCH in os.environ
+    return (by_torchrun or by_accelerate) and os.environ.get("OMP_NUM_THREADS") == "1"
