@@ -5,7 +5,7 @@
 # line. ab4, ab16: a Llama against stock at 2048 tokens and 4 or 16 micro-batches, with the GPU's utilisation beside it; the
 # result goes to benchmarks/gpu. --wheels: install the *.whl of DIR first, from nowhere else. --print: only say what would run.
 # --dry-run: the same commands with a small model on the CPU.
-# PYTHON=... chooses the interpreter, which has torch (.venv's, where there is one).
+# PYTHON=... chooses the interpreter, which has torch (.venv's, where there is one); LIMIT_S=... other seconds for a stage.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -26,13 +26,18 @@ case $stage in
 esac
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 out=${out:-runs/gpu/$stage}
-limit_s=600
+limit_s=${LIMIT_S:-600}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} DS_ACCELERATOR=cuda
 [ -z "$dry" ] || export DS_ACCELERATOR=cpu
 
 run() { # one command, within what is left of the stage's time
     printf '%s\n' "$*"
-    [ -n "$prints" ] || timeout $((limit_s - SECONDS)) "$@"
+    [ -z "$prints" ] || return 0
+    if [ "$SECONDS" -ge "$limit_s" ]; then # 0 would be no limit to timeout
+        echo "gpu_check.sh: the stage's $limit_s seconds are over" >&2
+        exit 124
+    fi
+    timeout $((limit_s - SECONDS)) "$@"
 }
 
 [ -z "$wheels" ] || run "$python" -m pip install --no-index --no-deps "$wheels"/*.whl
@@ -53,12 +58,14 @@ compare() { # micro-batches, layers, width, inner width, heads
     elif [ -z "$prints" ]; then
         nvidia-smi --query-gpu=timestamp,utilization.gpu,memory.used --format=csv -l 1 >"$out/usage.csv" &
         usage=$!
+        # shellcheck disable=SC2064  # the number of now
+        trap "kill $usage 2>/dev/null || true" EXIT
     fi
     local sets=()
     for each in "${settings[@]}"; do sets+=(--set "$each"); done
     run "$python" -m ds_vertical.cli.main ab --config "$config" "${sets[@]}" --steps "$steps" --no-bound --out "$out/ab" \
         -- "${script[@]}"
-    [ -z "$usage" ] || kill "$usage"
+    [ -z "$usage" ] || kill "$usage" 2>/dev/null || true
     [ -n "$dry" ] || run "$python" benchmarks/portable.py "$out/ab/ab.json" "benchmarks/gpu/${stage}_$(date +%F).json"
 }
 

@@ -3,7 +3,7 @@
     python scripts/gpu_waits.py --config configs/gpt_13m_cpu.json [--model gpt_13m] [--seq 64]
 
 Trains two steps of a small model; in the second torch warns of each operation for which the host waits (its sync debug mode).
-On the CPU nothing waits, and both steps are plain.
+Without CUDA nothing is watched, which it says, and both steps are plain.
 """
 
 from __future__ import annotations
@@ -34,10 +34,15 @@ def alone() -> None:
         os.environ.setdefault(name, str(value))
 
 
+def is_on_gpu() -> bool:
+    """Whether the steps are taken on one whose waits torch can tell."""
+    return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
+
+
 def watched(step: object) -> Counter[str]:
     """The waits of a call, by file and line."""
     assert callable(step)
-    on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
+    on_gpu = is_on_gpu()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         if on_gpu:
@@ -73,7 +78,8 @@ def main() -> int:
     waits = watched(step)
     for place, number in waits.most_common():
         print(f"{number:6} {place}")
-    print(f"{waits.total()} waits of the host in a step of {shape.num_hidden_layers} layers and {count} micro-batches")
+    told = f"{waits.total()} waits of the host" if is_on_gpu() else "not watched (no CUDA): waits of the host"
+    print(f"{told} in a step of {shape.num_hidden_layers} layers and {count} micro-batches")
     engine.destroy()
     return 0
 

@@ -50,6 +50,12 @@ def test_wrong_words_are_refused() -> None:
     assert check("--stage", "all").returncode == check("--quick").returncode == 2
 
 
+def test_a_stage_whose_time_is_over_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIMIT_S", "0")
+    done = check("--stage", "debug", "--dry-run", "--out", str(tmp_path))
+    assert done.returncode == 124 and "the stage's 0 seconds are over" in done.stderr, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_the_tests_for_gpus_are_found() -> None:
     done = check("--stage", "tests", "--dry-run", timeout=200)
@@ -57,7 +63,7 @@ def test_the_tests_for_gpus_are_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "told"), [("debug", "0 waits of the host in a step of"), ("ab4", "losses")])
+@pytest.mark.parametrize(("stage", "told"), [("debug", "not watched (no CUDA): waits of the host in a step of"), ("ab4", "losses")])
 def test_a_stage_runs_on_the_cpu(tmp_path: Path, stage: str, told: str) -> None:
     done = check("--stage", stage, "--dry-run", "--out", str(tmp_path / "out"), timeout=590)
     assert done.returncode == 0 and told in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
