@@ -103,7 +103,7 @@ def check_before_the_model(config: dict[str, Any]) -> None:
     if lockable is not None and needed > lockable:
         raise MemoryBudgetError(
             f"locked memory: zero_optimization.offload_param's buffer_count x buffer_size need {needed} bytes, {lockable} are"
-            f" allowed; raise the limit (ulimit -l {-(-needed // 1024)}), write smaller ones, or run as a user who may lock any"
+            f" allowed; raise the limit (ulimit -l {host.limit_to_lock(needed)}), write smaller ones, or run as a user who may lock any"
             " amount (CAP_IPC_LOCK)"
         )
 
@@ -128,7 +128,7 @@ def _lock_fault(ours: int, stock: Mapping[str, int]) -> str | None:
         told = f" for DeepSpeed's buffers ({', '.join(f'{what}: {size}' for what, size in stock.items() if size)})"
         smaller = ", write smaller ones there,"
     return (
-        f"locked memory: needs {needed} bytes{told}, {lockable} are allowed; raise the limit (ulimit -l {-(-needed // 1024)})"
+        f"locked memory: needs {needed} bytes{told}, {lockable} are allowed; raise the limit (ulimit -l {host.limit_to_lock(needed)})"
         f"{smaller} or run as a user who may lock any amount (CAP_IPC_LOCK)"
     )
 

@@ -155,6 +155,11 @@ def lockable_bytes() -> int | None:
     return None if limit == resource.RLIM_INFINITY else max(0, limit - _kib(Path("/proc/self/status"), "VmLck"))
 
 
+def limit_to_lock(num_bytes: int) -> int:
+    """The limit, in KiB as `ulimit -l` takes it, with which this process could lock so many more than it has locked."""
+    return -(-(num_bytes + _kib(Path("/proc/self/status"), "VmLck")) // 1024)
+
+
 def _group_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
     """For each control group above this process that limits memory: the limit less what it uses beside the page cache.
 
