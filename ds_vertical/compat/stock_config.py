@@ -89,6 +89,16 @@ def locked_by_zero_init(config: dict[str, Any]) -> int:
     return int(param.buffer_count) * -(-int(param.buffer_size) * width // alignment) * alignment
 
 
+def buffers_of_zero_init(config: dict[str, Any], lockable: int) -> tuple[int, int, int]:
+    """The buffer_count and buffer_size (elements) of parameters on SSD, and the largest size of which so many fit into
+    `lockable` bytes."""
+    param = DeepSpeedZeroConfig(**config["zero_optimization"]).offload_param
+    assert param is not None
+    width, alignment = 2 if wants_half(config) else 4, OffloadSettings.read(config).alignment_bytes
+    largest = lockable // int(param.buffer_count) // alignment * alignment // width
+    return int(param.buffer_count), int(param.buffer_size), largest
+
+
 def wants_half(config: Mapping[str, object]) -> bool:
     """Whether the JSON asks for parameters of two bytes an element."""
     sections = (config.get(name) for name in ("bf16", "bfloat16", "fp16"))

@@ -101,10 +101,11 @@ def check_before_the_model(config: dict[str, Any]) -> None:
     needed = stock_config.locked_by_zero_init(config)
     lockable = host.lockable_bytes()
     if lockable is not None and needed > lockable:
+        count, size, largest = stock_config.buffers_of_zero_init(config, lockable)
         raise MemoryBudgetError(
             f"locked memory: zero_optimization.offload_param's buffer_count x buffer_size need {needed} bytes, {lockable} are"
-            f" allowed; raise the limit (ulimit -l {host.limit_to_lock(needed)}), write smaller ones, or run as a user who may lock any"
-            " amount (CAP_IPC_LOCK)"
+            f" allowed; raise the limit (ulimit -l {host.limit_to_lock(needed)}), write smaller ones (of {count} x {size} elements; {count} x"
+            f" {largest} fit), or run as a user who may lock any amount (CAP_IPC_LOCK)"
         )
 
 
@@ -128,8 +129,8 @@ def _lock_fault(ours: int, stock: Mapping[str, int]) -> str | None:
         told = f" for DeepSpeed's buffers ({', '.join(f'{what}: {size}' for what, size in stock.items() if size)})"
         smaller = ", write smaller ones there,"
     return (
-        f"locked memory: needs {needed} bytes{told}, {lockable} are allowed; raise the limit (ulimit -l {host.limit_to_lock(needed)})"
-        f"{smaller} or run as a user who may lock any amount (CAP_IPC_LOCK)"
+        f"locked memory: needs {needed} bytes{told}, {lockable} are allowed; raise the limit"
+        f" (ulimit -l {host.limit_to_lock(needed)}){smaller} or run as a user who may lock any amount (CAP_IPC_LOCK)"
     )
 
 

@@ -24,8 +24,8 @@ all: see `openmp_wait`.
 Beside a device the host's cores are CPU Adam's, but for two: one thread issues the device's work, and in a backward another
 does. Where those have no core the device waits for them. Several ranks share the cores: teams of all cores would keep each
 other off them. So a rank's team is its share of the cores less two, or half of a small share. OMP_NUM_THREADS says another
-size, and `torch.set_num_threads` a smaller one. The 1 that torchrun and `accelerate launch` write there, where nobody has written anything, does not count: with it CPU
-Adam would be the slowest part of most runs.
+size, and `torch.set_num_threads` a smaller one. The 1 that torchrun and `accelerate launch` write there, where nobody has
+written anything, does not count: with it CPU Adam would be the slowest part of most runs.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ def test_a_limit_below_what_deepspeed_locks_is_refused_and_the_one_that_is_advis
     needed, allowed, advised = numbers(told)
     assert word == "refused" and most == left == 0 and not (tmp_path / "swap").exists()
     assert allowed == MIB and needed == 2 * MIB == 1024 * advised
+    assert f"(of 2 x {512 * 512} elements; 2 x {256 * 512} fit)" in told
     word, told, most, left = limited(tmp_path, needed)  # enough for those, which are unlocked by then; not for the optimizer's
     assert word == "refused" and most == needed and "(zero_optimization.sub_group_size: " in told
     more, allowed, advised = numbers(told)

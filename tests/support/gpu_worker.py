@@ -134,7 +134,7 @@ def read(held: HeldGradients, chunk: Chunk, found: list[torch.Tensor]) -> None:
 
 
 def gradients(_: Path, device: str) -> dict[str, Any]:
-    """Another thread reads gradients that a busy device has yet to send. `page_locked`: for the device, the memory of copies."""
+    """Another thread reads gradients that a busy device has yet to send. `page_locked`: memory of copies."""
     chunk = a_chunk(0.5)
     on_gpu = device == "cuda"
     held = HeldGradients([chunk], GradientFile(Path(), [], no_queue), False, page_locked=on_gpu)
