@@ -104,8 +104,8 @@ def check_before_the_model(config: dict[str, Any]) -> None:
         count, size, largest = stock_config.buffers_of_zero_init(config, lockable)
         raise MemoryBudgetError(
             f"locked memory: zero_optimization.offload_param's buffer_count x buffer_size need {needed} bytes, {lockable} are"
-            f" allowed; raise the limit (ulimit -l {host.limit_to_lock(needed)}), write smaller ones (of {count} x {size} elements; {count} x"
-            f" {largest} fit), or run as a user who may lock any amount (CAP_IPC_LOCK)"
+            f" allowed; raise the limit (ulimit -l {host.limit_to_lock(needed)}), write smaller ones (of {count} x"
+            f" {size} elements; {count} x {largest} fit), or run as a user who may lock any amount (CAP_IPC_LOCK)"
         )
 
 
