@@ -1,13 +1,16 @@
 """Results without a path of the machine that measured them: every folder in a record is one of this repository, or a bare name.
 
-The scripts here record through `write`. `runs` is the folder in which the measured runs left their logs; wherever that was, the
-record names it `runs/<kind>`, which is where the script puts it by default.
+    python benchmarks/portable.py RESULT TARGET
+
+records one JSON so. The scripts here record through `write`. `runs` is the folder in which the measured runs left their logs;
+wherever that was, the record names it `runs/<kind>`, which is where the script puts it by default.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +38,8 @@ def write(target: Path, content: Any, runs: Path, kind: str) -> None:
     """Record `content` as JSON at `target`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(without_machine(json.dumps(content, indent=2), runs, kind) + "\n")
+
+
+if __name__ == "__main__":
+    source, recorded = map(Path, sys.argv[1:])
+    write(recorded, json.loads(source.read_text()), source.parent, recorded.parent.name)

@@ -74,6 +74,14 @@ class Accelerator(Protocol):
         """The tensor's contents in page-locked host memory."""
         ...
 
+    def register_host_memory(self, address: int, num_bytes: int) -> bool:
+        """Have the device's driver lock pages of host memory; False for a driver that locks only what it has allocated."""
+        ...
+
+    def unregister_host_memory(self, address: int) -> None:
+        """Unlock them."""
+        ...
+
     def get_rng_state(self) -> torch.Tensor:
         """The state of the device's random number generator."""
         ...

@@ -85,7 +85,18 @@ def locked_by_zero_init(config: dict[str, Any]) -> int:
     param = DeepSpeedZeroConfig(**config.get("zero_optimization", {})).offload_param
     if param is None or param.device != OffloadDeviceEnum.nvme:
         return 0
-    return int(param.buffer_count) * int(param.buffer_size) * (2 if wants_half(config) else 4)
+    width, alignment = 2 if wants_half(config) else 4, OffloadSettings.read(config).alignment_bytes
+    return int(param.buffer_count) * -(-int(param.buffer_size) * width // alignment) * alignment
+
+
+def buffers_of_zero_init(config: dict[str, Any], lockable: int) -> tuple[int, int, int]:
+    """The buffer_count and buffer_size (elements) of parameters on SSD, and the largest size of which so many fit into
+    `lockable` bytes."""
+    param = DeepSpeedZeroConfig(**config["zero_optimization"]).offload_param
+    assert param is not None
+    width, alignment = 2 if wants_half(config) else 4, OffloadSettings.read(config).alignment_bytes
+    largest = lockable // int(param.buffer_count) // alignment * alignment // width
+    return int(param.buffer_count), int(param.buffer_size), largest
 
 
 def wants_half(config: Mapping[str, object]) -> bool:

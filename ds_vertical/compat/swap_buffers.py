@@ -11,6 +11,7 @@ from ds_vertical.compat import version  # noqa: F401 - refuses another DeepSpeed
 
 # isort: split
 
+import mmap
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -20,6 +21,12 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.io import host
+
+
+def aligned_bytes(sizes: Iterable[int], alignment_bytes: int) -> int:
+    """Bytes of a buffer of stock's that has a place for each of `sizes` (bytes), aligned for asynchronous I/O; whole pages."""
+    needed = sum(-(-size // alignment_bytes) * alignment_bytes for size in sizes)
+    return -(-needed // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def parameter_swappers(params: Iterable[ZeroParam]) -> list[AsyncPartitionedParameterSwapper]:

@@ -100,6 +100,7 @@ _REFUSALS = (
     _Refusal("prescale_gradients", _true, _REDUCE, _OFF),
     _Refusal("gradient_predivide_factor", _not_one, _REDUCE, "write 1.0 or remove it"),
     _Refusal("gradient_allreduce_op", lambda v: str(v).lower() != "mean", _REDUCE, 'write "mean" or remove it'),
+    _Refusal("aio.use_gds", _filled, "every transfer from or to an SSD goes through host memory", _OFF),
     _Refusal("hybrid_engine.enabled", _true, "the hybrid engine replaces VerticalEngine", _OFF),
     _Refusal("compile.deepcompile", _true, "DeepCompile schedules the layers itself", _OFF),
     _Refusal("pipeline", _filled, "pipeline parallelism schedules micro-batches itself", _REMOVE),
@@ -226,11 +227,6 @@ def _path_faults(config: Mapping[str, object], section: VerticalConfig) -> list[
                 f"{where}[{number}]: got {show(path)}, the same folder as {show(seen[real])}; write one folder for each SSD"
             )
         seen.setdefault(real, path)
-    if on_ssd and len(paths) > 1 and _true(value_at(config, "aio.use_gds")):
-        faults.append(
-            f"aio.use_gds: got true with {len(paths)} {where}; a file that lies on several SSDs is read through host memory;"
-            " write false, or one path"
-        )
     return faults
 
 

@@ -65,7 +65,7 @@ def own_subgroup(purpose: str, parts: Sequence[tuple[int, ...]]) -> torch.distri
     return _made_once(purpose if accelerator.device_name() == "cpu" else "", tuple(parts))
 
 
-def _made_once(purpose: str, parts: tuple[tuple[int, ...], ...]) -> torch.distributed.ProcessGroup:
+def _made_once(purpose: str, parts: tuple[tuple[int, ...], ...], backend: str | None = None) -> torch.distributed.ProcessGroup:
     """All ranks make the groups of all parts, in one order: torch names a group by how many a rank has made. A group is made
     again where the process group's store is another one."""
     store = torch.distributed.distributed_c10d._get_default_store()
@@ -74,18 +74,26 @@ def _made_once(purpose: str, parts: tuple[tuple[int, ...], ...]) -> torch.distri
         whole = torch.distributed.group.WORLD
         assert whole is not None  # there are ranks
         limit = whole._get_backend(torch.device(accelerator.device_name())).options._timeout
-        made = {members: torch.distributed.new_group(list(members), timeout=limit) for members in parts}
+        made = {members: torch.distributed.new_group(list(members), limit, backend) for members in parts}
         own = next(group for members, group in made.items() if rank() in members)
         assert isinstance(own, torch.distributed.ProcessGroup)  # this rank is in it
         _groups[key] = store, own
     return _groups[key][1]
 
 
+def host_group() -> torch.distributed.ProcessGroup | None:
+    """The process group in which ranks tell each other numbers and words: over host memory, so that no rank waits for its
+    device. None, for the group that there is, where the device is the host. Collective, at the first call."""
+    if accelerator.device_name() == "cpu" or world_size() == 1:
+        return None
+    return _made_once("words", (tuple(range(world_size())),), backend="gloo")
+
+
 def all_gathered(value: T) -> list[T]:
     """Every rank's value, which pickle takes, in the order of the ranks. Collective."""
     found: list[T] = [value] * world_size()
     if world_size() > 1:
-        torch.distributed.all_gather_object(found, value)
+        torch.distributed.all_gather_object(found, value, group=host_group())
     return found
 
 
@@ -236,32 +244,31 @@ def common_run_id(run_id: str) -> str:
 
 def is_true_on_all_ranks(flag: bool) -> bool:
     """Whether every rank gives a true `flag`. Collective."""
-    votes = torch.tensor([int(flag)], device=accelerator.device_name())
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-    return bool(votes.item())
+    return bool(_over_ranks(torch.tensor([int(flag)]), dist.ReduceOp.MIN).item())
 
 
 def largest_of_all_ranks(number: int) -> int:
     """The largest that a rank gives. Collective."""
-    votes = torch.tensor([number], device=accelerator.device_name())
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-    return int(votes.item())
+    return int(_over_ranks(torch.tensor([number]), dist.ReduceOp.MAX).item())
 
 
 def numbers_of_all(numbers: Sequence[int]) -> list[list[int]]:
     """Every rank's integers, of which each rank gives as many. Collective."""
-    every = torch.zeros(world_size(), len(numbers), dtype=torch.int64, device=accelerator.device_name())
+    every = torch.zeros(world_size(), len(numbers), dtype=torch.int64)
     every[rank()] = torch.tensor(numbers)
-    if world_size() > 1:
-        dist.all_reduce(every, op=dist.ReduceOp.SUM)
-    return every.tolist()
+    return _over_ranks(every, dist.ReduceOp.SUM).tolist()
 
 
 def sum_of_all_ranks(number: float) -> float:
     """The sum, in fp64. Collective."""
-    total = torch.tensor([number], dtype=torch.float64, device=accelerator.device_name())
-    dist.all_reduce(total, op=dist.ReduceOp.SUM)
-    return float(total.item())
+    return float(_over_ranks(torch.tensor([number], dtype=torch.float64), dist.ReduceOp.SUM).item())
+
+
+def _over_ranks(numbers: torch.Tensor, operation: dist.ReduceOp) -> torch.Tensor:
+    """`numbers` of all ranks in one, in host memory. Collective."""
+    if world_size() > 1:
+        dist.all_reduce(numbers, op=operation, group=host_group())
+    return numbers
 
 
 def _refuse_bare_python() -> None:

@@ -29,6 +29,7 @@ from ds_vertical.io import host
 from ds_vertical.io.aio import DiskQueue
 from ds_vertical.io.runs import stripes
 from ds_vertical.io.runs.this_host import host_id
+from ds_vertical.io.streams import works_beside_host
 from ds_vertical.model.kept.kinds import runs_others_code
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.forward_state import ForwardState
@@ -186,7 +187,13 @@ class Assembly:
     def start_pipeline(self, params: ParamStore) -> None:
         """Start the optimizer's own transfers and steps, and let every read or write of a parameter from outside the schedule
         take what is due of the last step first."""
-        begin = partial(host.serve_device, self._device, ranks.ranks_on_these_cores())
+        sharing = ranks.ranks_on_these_cores()
+        begin = partial(host.serve_device, self._device, sharing)
+        if works_beside_host(self._device) and host.is_launchers_one():
+            accelerator.log(
+                "ds_vertical: OMP_NUM_THREADS is 1, which launchers write where nobody has written anything; CPU Adam takes"
+                f" {host.team_beside_device(sharing)} threads all the same; write another number, and it takes that"
+            )
         self.optimizer.start_pipeline(self._new_queue, params.updates, self.tracer, begin)
         every = [param for members in self.layers.units.values() for param in members]
         written = params.files.note_writing, params.files.note_write

@@ -1,5 +1,6 @@
 """What a run takes of the machine besides memory, against what there is, before a file of it is made: the disk, open files, the
-kernel's events of asynchronous I/O. What `prepare` can know already is checked there: memory that zero.Init locks.
+kernel's events of asynchronous I/O, its limit of locked memory. What `prepare` can know already is checked there: memory that
+zero.Init locks.
 
 All ranks decide together: another schedule on one rank would leave the others in a collective for ever.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ds_vertical.compat import accelerator, pinned_memory, stock_config
+from ds_vertical.compat import accelerator, pinned_memory, stock_config, swap_buffers, zero_params
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks
 from ds_vertical.engine import machine_cache
@@ -23,7 +24,9 @@ from ds_vertical.errors import MemoryBudgetError, StorageError
 from ds_vertical.io import files, host
 from ds_vertical.io.runs import stripes
 from ds_vertical.io.runs.this_host import host_id
+from ds_vertical.offload.chunking import FP32_BYTES
 from ds_vertical.offload.speculation import StepTiming
+from ds_vertical.planner import memory_budget
 from ds_vertical.types import RunSettings, Tier
 
 _SPARE: Final = 64  # open files of everybody else in this process: sockets of the process group, a monitor, data
@@ -75,7 +78,8 @@ class DiskNeed:
 
 def check_disk(forecast: Forecast, config: dict[str, Any], resolved: RunSettings) -> list[str]:
     """Lines for the log. Raises StorageError, on every rank, with the numbers of all that does not fit on this one, or on
-    another one."""
+    another one; ahead of that what `check_locked` raises."""
+    check_locked(forecast, config)
     disks = _disks(forecast, config)
     faults, lines = [], _one_file_system(resolved.nvme_paths or ())
     for disk in disks:
@@ -92,15 +96,62 @@ def check_disk(forecast: Forecast, config: dict[str, Any], resolved: RunSettings
 
 
 def check_before_the_model(config: dict[str, Any]) -> None:
-    """Raise MemoryBudgetError where zero.Init could not lock its buffers, on which DeepSpeed dies in an assertion."""
+    """Raise MemoryBudgetError where zero.Init could not lock its buffers, on which DeepSpeed dies in an assertion. It
+    locks them by mlock on any device."""
     needed = stock_config.locked_by_zero_init(config)
-    lockable = host.lockable_bytes() if pinned_memory.counts_as_locked() else None
+    lockable = host.lockable_bytes()
     if lockable is not None and needed > lockable:
+        count, size, largest = stock_config.buffers_of_zero_init(config, lockable)
         raise MemoryBudgetError(
             f"locked memory: zero_optimization.offload_param's buffer_count x buffer_size need {needed} bytes, {lockable} are"
-            f" allowed; raise the limit (ulimit -l {-(-needed // 1024)}), write smaller ones, or run as a user who may lock any"
-            " amount (CAP_IPC_LOCK)"
+            f" allowed; raise the limit (ulimit -l {host.limit_to_lock(needed)}), write smaller ones (of {count} x"
+            f" {size} elements; {count} x {largest} fit), or run as a user who may lock any amount (CAP_IPC_LOCK)"
         )
+
+
+def check_locked(forecast: Forecast, config: dict[str, object]) -> None:
+    """Raise MemoryBudgetError, on every rank, where one may not lock as much as it has to: first DeepSpeed's buffers, by mlock
+    on any device, then ours in their place, which a device's driver may lock."""
+    items = memory_budget.budget(forecast.shape, forecast.terms)
+    ours = sum(item.num_bytes for item in items if item.what in ("parameter buffers", "optimizer slots"))
+    fault = _lock_fault(ours if pinned_memory.counts_as_locked() else 0, _locked_by_stock(forecast, config))
+    faults = [found for found in ranks.all_gathered(fault) if found is not None]
+    if faults:
+        raise MemoryBudgetError(fault or faults[0])
+
+
+def _lock_fault(ours: int, stock: Mapping[str, int]) -> str | None:
+    needed, lockable = max(ours, sum(stock.values())), host.lockable_bytes()
+    if lockable is None or needed <= lockable:
+        return None
+    told, smaller = "", ","
+    if needed > ours:
+        told = f" for DeepSpeed's buffers ({', '.join(f'{what}: {size}' for what, size in stock.items() if size)})"
+        smaller = ", write smaller ones there,"
+    return (
+        f"locked memory: needs {needed} bytes{told}, {lockable} are allowed; raise the limit"
+        f" (ulimit -l {host.limit_to_lock(needed)}){smaller} or run as a user who may lock any amount (CAP_IPC_LOCK)"
+    )
+
+
+def _locked_by_stock(forecast: Forecast, config: dict[str, object]) -> dict[str, int]:
+    """By what decides about them, bytes that DeepSpeed will lock while its optimizer is set up, all at a time: the buffers for
+    parameters, unless zero.Init has had them before; those for the largest chunk of state; and one for its parameters, in
+    whole, where some are stepped on SSD."""
+    found: dict[str, int] = {}
+    json, chunks = stock_config.OffloadSettings.read(config), forecast.chunks
+    if not swap_buffers.parameter_swappers(forecast.params):  # adapters made outside have none until they join the base's
+        found["zero_optimization.offload_param.buffer_count x buffer_size"] = stock_config.locked_by_zero_init(config)
+    largest = max(chunks, key=lambda chunk: chunk.numel, default=None)
+    if largest is None:
+        return found
+    state = swap_buffers.aligned_bytes([largest.numel * FP32_BYTES], json.alignment_bytes)
+    whole = [zero_params.full_numel(param) * forecast.shape.param_bytes for param in largest.params]
+    stepped = swap_buffers.aligned_bytes(whole, json.alignment_bytes)
+    found["zero_optimization.sub_group_size"] = memory_budget.STOCK_BUFFERS * state * json.state_in_files + stepped * any(
+        chunk.params_in_files for chunk in chunks
+    )
+    return found
 
 
 # ---- disk

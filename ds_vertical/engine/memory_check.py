@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ds_vertical.compat import accelerator, gradient_norm, pinned_memory, stock_config, swap_buffers, zero_params
+from ds_vertical.compat import accelerator, gradient_norm, stock_config, swap_buffers, zero_params
 from ds_vertical.config.file import num_micro_batches
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks as distributed_ranks
@@ -158,6 +158,11 @@ class Forecast:
         if resolved.elastic is not None:  # a rank may bring more than the JSON has for each
             self._num_micro_batches = resolved.elastic.most_of(self._num_micro_batches, self._shards.num_shards)
         self.micro_batch_size = int(config.get("train_micro_batch_size_per_gpu") or 1)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """All of the model, also those that no optimizer steps."""
+        return [param for params in self._layers.units.values() for param in params]
 
     @property
     def state_in_files(self) -> bool:
@@ -437,7 +442,7 @@ def _fault(
 ) -> str | None:
     limits = {Tier.HOST: allowed, Tier.DEVICE: accelerator.free_device_bytes()}
     try:
-        items = memory_budget.check_budget(shape, terms, further, limits)
+        memory_budget.check_budget(shape, terms, further, limits)
     except MemoryBudgetError as error:
         needed = memory_budget.total_bytes(memory_budget.budget(shape, terms, further), Tier.HOST)
         if limit is None or needed <= allowed:
@@ -445,13 +450,6 @@ def _fault(
         needed *= ranks
         first, *others = str(error).splitlines()
         return "\n".join((f'{first} or "{_LIMIT}": {round(_HEADROOM * needed)} (now {limit})', *others))
-    needed = sum(item.num_bytes for item in items if item.what in ("parameter buffers", "optimizer slots"))
-    lockable = host.lockable_bytes() if pinned_memory.counts_as_locked() else None
-    if lockable is not None and needed > lockable:
-        return (
-            f"locked memory: needs {needed} bytes, {lockable} are allowed; raise the limit (ulimit -l {-(-needed // 1024)}),"
-            " or run as a user who may lock any amount (CAP_IPC_LOCK)"
-        )
     return None
 
 

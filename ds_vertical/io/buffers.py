@@ -1,7 +1,7 @@
 """Host buffers: those that the SSD fills, taken and put back, and tensors that are kept for the next one of their size.
 
 [Note: host buffers] A buffer is filled by the SSD and then copied to the device. It may take the next read only once that
-copy is complete: `HostBuffer.wait_copies`, which `CopyStream.run` returned. Where device and host are one memory (the CPU
+copy is complete: `HostBuffer.wait_copies`, of what `CopyStream.run` returned. Where device and host are one memory (the CPU
 accelerator) the parameters alias the buffer, nothing is asynchronous, and there is nothing to wait for.
 
 [Note: kept tensors] Memory that is given back to the system and asked for again in every step would be faulted in page by page

@@ -21,8 +21,11 @@ others compute on one core, which is what is left for them anyway. A thread that
 Adam's own kernel) would take all cores: `cpu_adam` lets torch ask. Beside other work on the cores the team is to sleep after
 all: see `openmp_wait`.
 
-Beside a device the host's cores are CPU Adam's. Where several ranks share them, each with a team of all cores, the teams keep
-each other off the cores; so a rank's team is its share, unless OMP_NUM_THREADS says how large it is.
+Beside a device the host's cores are CPU Adam's, but for two: one thread issues the device's work, and in a backward another
+does. Where those have no core the device waits for them. Several ranks share the cores: teams of all cores would keep each
+other off them. So a rank's team is its share of the cores less two, or half of a small share. OMP_NUM_THREADS says another
+size, and `torch.set_num_threads` a smaller one. The 1 that torchrun and `accelerate launch` write there, where nobody has
+written anything, does not count: with it CPU Adam would be the slowest part of most runs.
 """
 
 from __future__ import annotations
@@ -43,8 +46,10 @@ from ds_vertical.io import streams
 from ds_vertical.types import Tier
 
 _CAP_IPC_LOCK: Final = 14
+_CORES_FOR_DEVICE: Final = 2
+_ONLY_ACCELERATE_LAUNCH: Final = "ACCELERATE_DYNAMO_USE_FULLGRAPH"  # others of its variables are written by Trainers and users
 _UNLIMITED: Final = 1 << 60  # cgroup v1 writes about 2^63 where there is no limit
-_DONTNEED, _HUGEPAGE = 4, 14  # madvise's
+_DONTNEED, _DONTFORK, _HUGEPAGE = 4, 10, 14  # madvise's
 HUGE_BYTES: Final = 2 << 20
 # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h, with the most that it takes for each by itself
 _THRESHOLDS: Final = ((-1, 64 << 20), (-3, 32 << 20))
@@ -56,6 +61,9 @@ def _libc() -> ctypes.CDLL:
     libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mmap.restype = ctypes.c_void_p
     return libc
 
 
@@ -70,6 +78,24 @@ def lock_huge(num_bytes: int) -> tuple[mmap.mmap, int]:
         error = ctypes.get_errno()
         raise OSError(error, f"locking {num_bytes} bytes of host memory: {os.strerror(error)}; raise the limit (ulimit -l)")
     return region, start
+
+
+def map_pages(num_bytes: int) -> int:
+    """The address of fresh memory, for a device's driver to lock: whole pages, huge ones as far as the kernel has them, until
+    `unmap_pages`. Forks do not have it: a kernel before Linux 5.12 would give this process another page at its next write, and
+    the driver go on with the old one. Raises OSError."""
+    address = _libc().mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if address == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, f"mapping {num_bytes} bytes of host memory: {os.strerror(error)}")
+    for advice in (_HUGEPAGE, _DONTFORK):  # a kernel without huge pages gives plain ones
+        _libc().madvise(address, num_bytes, advice)
+    return address
+
+
+def unmap_pages(address: int, num_bytes: int) -> None:
+    """Give back what `map_pages` has given."""
+    _libc().munmap(address, num_bytes)
 
 
 def rest_pages(address: int, num_bytes: int) -> None:
@@ -127,6 +153,11 @@ def lockable_bytes() -> int | None:
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit == resource.RLIM_INFINITY else max(0, limit - _kib(Path("/proc/self/status"), "VmLck"))
+
+
+def limit_to_lock(num_bytes: int) -> int:
+    """The limit, in KiB as `ulimit -l` takes it, with which this process could lock so many more than it has locked."""
+    return -(-(num_bytes + _kib(Path("/proc/self/status"), "VmLck")) // 1024)
 
 
 def _group_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
@@ -200,8 +231,25 @@ def serve_device(device: torch.device, num_ranks: int) -> None:
 
 
 def share_cores(num_ranks: int) -> None:
-    """Let the calling thread, and threads that compute for the first time from now on, do so on one of `num_ranks` shares of
-    this process's cores at most; OMP_NUM_THREADS wins."""
-    num_threads = torch.get_num_threads()
-    if num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(num_threads, max(1, len(os.sched_getaffinity(0)) // num_ranks)))
+    """Let the calling thread, and threads that compute for the first time from now on, do so on as many cores as CPU Adam has
+    beside a device."""
+    torch.set_num_threads(team_beside_device(num_ranks))
+
+
+def team_beside_device(num_ranks: int) -> int:
+    """Threads with which CPU Adam computes beside a device, where `num_ranks` share this process's cores: see [Note: one team].
+    OMP_NUM_THREADS wins, unless it is the 1 of a launcher; no more than torch was told otherwise."""
+    share = len(os.sched_getaffinity(0)) // num_ranks
+    most = max(1, share // 2, share - _CORES_FOR_DEVICE)
+    if is_launchers_one():
+        return most
+    told = torch.get_num_threads()
+    return told if "OMP_NUM_THREADS" in os.environ else min(told, most)
+
+
+def is_launchers_one() -> bool:
+    """Whether OMP_NUM_THREADS is the 1 that torchrun writes for several ranks of a host and `accelerate launch` for any number,
+    where the user has written nothing."""
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("LOCAL_WORLD_SIZE") or 1) > 1
+    by_accelerate = _ONLY_ACCELERATE_LAUNCH in os.environ
+    return (by_torchrun or by_accelerate) and os.environ.get("OMP_NUM_THREADS") == "1"

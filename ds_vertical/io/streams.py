@@ -11,11 +11,10 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-
-from ds_vertical.io.buffers import nothing_to_wait_for
 
 
 class DeviceModule(Protocol):
@@ -144,6 +143,25 @@ class DeviceEvent(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class IssuedCopies:
+    """Copies that a CopyStream has been given. `copied`: the event behind them; None where they are complete."""
+
+    copied: DeviceEvent | None = None
+    device: torch.device | None = None
+
+    def land(self) -> None:
+        """What the device's current stream is given from now on comes behind the copies. Ahead of their use, and not earlier:
+        what was to be computed meanwhile would wait for them."""
+        if self.copied is not None and self.device is not None:
+            self.copied.wait(current_stream(self.device))
+
+    def wait(self) -> None:
+        """Return once they are complete: ahead of overwriting their source."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
 class CopyStream:
     """Copies from host to device, beside the device's computation. A device beside the host has a stream for them; see
     `buffers`, [Note: host buffers].
@@ -154,23 +172,19 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = new_stream(device)
 
-    def run(self, issue: Callable[[], Sequence[torch.Tensor]]) -> Callable[[], None]:
-        """Call `issue`, which issues copies and returns the device tensors that it makes, on the stream.
-
-        The device's current stream waits for the copies, the host does not. Returns the function that the host calls before it
-        overwrites the copies' source.
-        """
+    def run(self, issue: Callable[[], Sequence[torch.Tensor]]) -> IssuedCopies:
+        """Call `issue`, which issues copies and returns the device tensors that it makes, on the stream. Neither the host nor
+        the device's current stream waits for them: see `IssuedCopies`."""
         if self._stream is None:
             issue()
-            return nothing_to_wait_for
+            return IssuedCopies()
         with given_to(self._stream):
             tensors = issue()
             copied = record_event(self._stream)
         current = current_stream(self._stream.device)
-        copied.wait(current)
         for tensor in tensors:
             tensor.record_stream(current)  # made on the copy stream, freed by code that knows the current stream only
-        return copied.synchronize
+        return IssuedCopies(copied, self._stream.device)
 
 
 class OutgoingStream:
@@ -205,6 +219,12 @@ class OutgoingStream:
         if before is not None:
             before.synchronize()
         return self._marked
+
+    def wait(self) -> None:
+        """Return when all copies are complete, or the device has failed, which copies nothing any more."""
+        if self._stream is not None:
+            with contextlib.suppress(RuntimeError):
+                self._stream.synchronize()
 
 
 class EventWindow:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ds_vertical.io.streams import works_beside_host
+
 LossFn = Callable[[Any, Any], torch.Tensor]
 LossOf = Callable[[Callable[[], Any]], torch.Tensor]  # of what runs a forward's suffix and returns its outputs, the loss
 
@@ -41,10 +43,20 @@ def as_iterator(data: Iterable[Any]) -> Iterator[Any]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The micro-batch with every tensor on `device`; other values as they are."""
+    """The micro-batch with every tensor on `device`; other values as they are. The caller's tensors may be written again at
+    once."""
     if isinstance(batch, Mapping):  # BatchEncoding of Hugging Face is one, not a dict
         return {key: to_device(value, device) for key, value in batch.items()}
-    return pytree.tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch)
+    return pytree.tree_map(lambda v: _moved(v, device) if isinstance(v, torch.Tensor) else v, batch)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on the device. Of one in host memory a page-locked copy is made first: the host would wait for a copy of other
+    memory, and for all that the device has been given before it. Torch keeps that copy until the device has read it."""
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.requires_grad
+    if not plain or tensor.device.type != "cpu" or not works_beside_host(device):
+        return tensor.to(device)
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
 
 
 def call_model(module: Callable[..., Any], batch: Any) -> Any:

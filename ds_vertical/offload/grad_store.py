@@ -5,6 +5,7 @@ In the file each part's fp32 elements have a place of their own.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from ds_vertical.compat import pinned_memory
 from ds_vertical.errors import GradientGoneError
 from ds_vertical.io import streams
 from ds_vertical.io.aio import DiskQueue, Transfer
@@ -84,6 +86,7 @@ class _Unit:
 
     lock: threading.Lock
     file: GradientFile
+    outgoing: streams.OutgoingStream
     parts: dict[Part, _Held] = field(default_factory=dict)
     on_ssd: set[Part] = field(default_factory=set)
     unwritten: list[Part] = field(default_factory=list)
@@ -121,14 +124,25 @@ class _Unit:
 
     def release(self, part: Part) -> None:
         """Give a part's gradient up, and its memory back where no other part lies in it."""
+        entry = self.parts.get(part)
+        if entry is None:
+            return
+        self._let_arrive(entry)  # nobody may have read what comes: whoever takes the memory may write there at once
         with self.lock:
-            entry = self.parts.pop(part, None)
-            if entry is None:
+            if self.parts.pop(part, None) is None:
                 return
             entry.memory.num_users -= 1
             last = entry.memory.num_users == 0
         if last:
             entry.memory.give_back(entry.memory.tensor)
+
+    def _let_arrive(self, entry: _Held) -> None:
+        """Return when nothing is on its way to a part's memory, or the device has failed, which copies nothing any more."""
+        if entry.copied is None:  # a `hold` that was cut off has marked nothing
+            self.outgoing.wait()
+            return
+        with contextlib.suppress(RuntimeError):
+            entry.copied.synchronize()
 
 
 class HeldGradients:
@@ -167,7 +181,7 @@ class HeldGradients:
         `final`: for good. Returns whether `sums.flat` itself is held: then `sums.give_back` will be called with it.
         """
         self.drop(unit)
-        held = self._units[unit] = _Unit(self._lock, self.file)
+        held = self._units[unit] = _Unit(self._lock, self.file, self._outgoing)
         uses = {
             part: self._uses(part, is_early and early, final)
             for index in indices
@@ -277,8 +291,10 @@ class HeldGradients:
         return failure
 
     def close(self) -> None:
-        """Complete the writes in flight and give their queue back."""
+        """Complete the writes and copies in flight, and give the queue back and the memory that holds nothing."""
         self.file.close()
+        self._outgoing.wait()
+        self._reserve.clear()
 
     # ---- for readers
 
@@ -343,7 +359,7 @@ def _fill(
 
 
 def _page_locked(numel: int) -> torch.Tensor:
-    return torch.empty(numel, dtype=torch.float32, pin_memory=True)
+    return pinned_memory.lock_host_bytes(numel * FP32_BYTES).view(torch.float32)
 
 
 def _lie_in(flat: torch.Tensor, shares: Iterable[torch.Tensor], sizes: Sequence[int]) -> bool:

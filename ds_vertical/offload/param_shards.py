@@ -296,7 +296,7 @@ class Landing:
     """Brings the parameters of fetched units to the device. `most_behind`: see `ParamSettings`; `group`: of the ranks.
 
     `is_copy`: a lone rank beside a device, whose shards are the whole parameters. The host waits for no copy of them; the
-    device does, ahead of their use. So a unit may land as soon as it is read, if the device's memory has room.
+    device does, ahead of their use. So a unit's copies may begin as soon as it is read, if the device's memory has room.
 
     [Note: shards in place] A shard that rests in host memory is stepped there. Its step needs the gradient, which comes behind
     the computation, which comes behind the copy. Other code (a load, a user's write) may change it between two passes. So when
@@ -318,12 +318,13 @@ class Landing:
         """Return once it has."""
         self._backlog.wait(_num_landed(residents) + 1)
 
-    def bring(self, params: Sequence[nn.Parameter]) -> Callable[[], None]:
-        """Assemble full parameters from shards that are in memory. Returns what waits for the copies of these."""
-        self._wait_last = self._lane.run(
+    def bring(self, params: Sequence[nn.Parameter]) -> streams.IssuedCopies:
+        """Assemble full parameters from shards that are in memory: whoever uses them has the copies land first."""
+        copies = self._lane.run(
             lambda: zero_params.copy_to_device(params) if self.is_copy else zero_params.gather(params, self._group)
         )
-        return self._wait_last
+        self._wait_last = copies.wait
+        return copies
 
     def release(self, residents: Mapping[Unit, Resident]) -> None:
         """The host has released a unit that the device still computes with; `residents`: the others."""

@@ -333,10 +333,10 @@ class ParamStore:
             resident.gathered = list(resident.partitioned)
             return zero_params.start_gather(resident.gathered, self._group)
         resident.gathered = [param for param in self.units[unit] if zero_params.is_partitioned(param)]
-        wait_copies = self._landing.bring(resident.gathered)
+        copies = self._landing.bring(resident.gathered)
         if resident.buffer is not None:
-            resident.buffer.wait_copies = wait_copies
-        return nothing_to_wait_for
+            resident.buffer.wait_copies = copies.wait
+        return copies.land
 
     def gather_for_others(self, unit: Unit, arrival: Arrival = Arrival()) -> None:  # noqa: B008 - frozen
         """Take part in the gather of a unit with values that are used nowhere: this rank's part of the pass has failed."""
@@ -347,7 +347,7 @@ class ParamStore:
             if zero_params.needs_read(shard.param):
                 zero_params.bind_shard(shard.param, torch.zeros(shard.numel, dtype=shard.param.dtype))
         gathered = [param for param in self.units[unit] if zero_params.is_partitioned(param)]
-        self._landing.bring(gathered)
+        self._landing.bring(gathered).land()
         zero_params.partition(param for param in gathered if not zero_params.is_persistent(param))
 
     def release(self, unit: Unit, comes_back: bool = False) -> None:

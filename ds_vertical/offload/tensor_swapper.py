@@ -23,7 +23,7 @@ import torch
 from ds_vertical.errors import MemoryBudgetError, StorageError
 from ds_vertical.io import streams
 from ds_vertical.io.aio import DiskQueue, Transfer
-from ds_vertical.io.buffers import BufferPool, HostBuffer
+from ds_vertical.io.buffers import BufferPool, HostBuffer, nothing_to_wait_for
 from ds_vertical.io.extents import Extents
 from ds_vertical.io.files import preallocate
 from ds_vertical.types import Tier
@@ -71,7 +71,7 @@ class HostTier:
     """Page-locked memory of the swapped tensors that rest in host memory. `kept`: all swapped tensors, those on SSD included.
 
     `limit`: bytes that may rest here; None: any number. `beside`: another tier whose bytes count against the same limit.
-    `what`, `remedy`: for the message where there is no room.
+    `what`, `remedy`: for the message where there is no room. `settle`: returns when no copy from or to the memory is under way.
     """
 
     what = "vertical_schedule.activations: {held} bytes of host memory hold what passes between layers"
@@ -80,6 +80,7 @@ class HostTier:
         self.limit = limit
         self.remedy: Callable[[], str] = lambda: MOVED_REMEDY
         self.beside: HostTier | None = None
+        self.settle: Callable[[], None] = nothing_to_wait_for
         self._memory = memory
         self._kept = kept
         self._free: dict[int, list[torch.Tensor]] = {}
@@ -110,7 +111,9 @@ class HostTier:
         self._free.setdefault(data.numel(), []).append(data)
 
     def unlock_free(self) -> None:
-        """Give the memory back that no swapped tensor has."""
+        """Give the memory back that no swapped tensor has. A copy that has begun before its tensor was dropped ends first."""
+        if self._free:
+            self.settle()
         for free in self._free.values():
             while free:
                 self._memory.unlock(free.pop())
@@ -161,6 +164,8 @@ class TensorSwapper:
         self._coming: list[SwappedTensor] = []
         self._kept: set[SwappedTensor] = set()
         self.host_tier = HostTier(memory, host_limit, self._kept)
+        if self._stream is not None:
+            self.host_tier.settle = self._stream.synchronize
         self.queues = [new_queue(), new_queue()] if path is not None else []
         self._load_buffers = _buffers(self.queues[:1], most_loads)
         self._save_buffers = _buffers(self.queues[1:], _NUM_SAVES)

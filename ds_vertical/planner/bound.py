@@ -58,7 +58,8 @@ def step_bound(
     schedule: Schedule, machine: Machine, shape: ModelShape, *, parts: Parts | None = None, needs: Needs | None = None
 ) -> Bound:
     """The bound of one step of the schedule. See [Note: bound]. Raises ScheduleError or CostsError as `simulate` does."""
-    machine = replace(machine, compute_latency_s=0.0, copy_host_bytes_per_s=None)  # what an order and its code cost
+    # without what an order and its code cost
+    machine = replace(machine, compute_latency_s=0.0, launch_s=0.0, copy_host_bytes_per_s=None)
     costs = event_costs(schedule.events, machine, shape, parts)
     needs = dependencies(schedule.events) if needs is None else needs
     before = _fetched_before(schedule.events, costs, needs)

@@ -145,9 +145,12 @@ class _Lanes:
             return ()
         return (Stage(lane, purpose, machine.copy_latency_s + num_bytes / rate, num_bytes),)
 
-    def compute(self, seconds: float) -> Cost:
-        """A kernel, or several, of the device."""
-        return ((Stage("compute", "compute", self.machine.compute_latency_s + seconds),),)
+    def compute(self, seconds: float, launches: int) -> Cost:
+        """Kernels of the device, in `launches` passes through a block: beside the host no faster than one thread of it issues
+        them, which runs ahead."""
+        machine = self.machine
+        seconds = seconds if machine.one_memory else max(seconds, launches * machine.launch_s)
+        return ((Stage("compute", "compute", machine.compute_latency_s + seconds),),)
 
     def links(self, purpose: Purpose, hops: Sequence[Hop]) -> Job:
         """A collective, hop by hop, each behind what is rounded for it; nothing over links of which the machine says
@@ -345,23 +348,23 @@ class _Pricer:
     def forward(self, event: Event) -> Cost:
         """Of the prefix, the suffix or a layer, for one micro-batch."""
         if event.layer == PRE:
-            return self.lanes.compute(self.shape.pre_forward_s)
+            return self.lanes.compute(self.shape.pre_forward_s, 1)
         if event.layer == SUF:
-            return self.lanes.compute(self.shape.head_s / 3)  # a forward pass is a third of forward and backward
-        return self.lanes.compute(self.shape.forward_s * self._scale(event))
+            return self.lanes.compute(self.shape.head_s / 3, 1)  # a forward pass is a third of forward and backward
+        return self.lanes.compute(self.shape.forward_s * self._scale(event), 1)
 
     def head(self, event: Event) -> Cost:
         """Suffix, loss and their backward, for one micro-batch."""
-        return self.lanes.compute(self.shape.head_s)
+        return self.lanes.compute(self.shape.head_s, 3)
 
     def backward(self, event: Event) -> Cost:
         """Of the prefix or a layer, for one micro-batch, with the recompute of the layer's forward where there is one."""
         shape = self.shape
         if event.layer == PRE:
-            return self.lanes.compute(shape.pre_backward_s)
+            return self.lanes.compute(shape.pre_backward_s, 2)
         last = event.layer == shape.num_layers - 1 and not shape.recompute_last
         recompute = 0.0 if last else max(0.0, shape.forward_s - self.moves.saved_s(event))
-        return self.lanes.compute((shape.backward_s + recompute) * self._scale(event))
+        return self.lanes.compute((shape.backward_s + recompute) * self._scale(event), 3 if recompute else 2)
 
     def _scale(self, event: Event) -> float:
         return self.shape.elements(event.layer) / (max(self.shape.layer_elements) or 1)
@@ -382,7 +385,7 @@ class _Pricer:
         if host_s := norm_s + self._copied_s(event):
             # behind a collective it is computed when that is over, whatever else is computed meanwhile
             purpose: Purpose = "gradients" if hops else "compute"
-            out = (replace(self.lanes.compute(host_s)[0][0], purpose=purpose), *out)
+            out = (replace(self.lanes.compute(host_s, 0)[0][0], purpose=purpose), *out)
         return _cost(hops + out + (() if event.layer in self.held else sum(self.hold(event), ())))
 
     def _copied_s(self, event: Event) -> float:

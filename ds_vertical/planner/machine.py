@@ -36,7 +36,9 @@ class Machine:
     others of its node while all receive; `net_cross_bytes_per_s`: into a node from the others (null: links take no time; see
     `network`). `net_core_s_per_byte`: as `ssd_core_s_per_byte`, for a byte that a rank receives;
     `net_round_core_s_per_element`: seconds of a host core for a number that is rounded to fewer bits, or read from them, for a
-    collective (null: none; counted where `one_memory`). Latencies are seconds per event.
+    collective (null: none; counted where `one_memory`). Latencies are seconds per event. `launch_s`: seconds of the host's
+    thread to issue a block's forward to a device beside it, which computes meanwhile; a backward takes two of them, its
+    recompute one.
     `from_dict` reads the JSON of `ds-vertical limits`.
     """
 
@@ -65,6 +67,7 @@ class Machine:
     ssd_latency_s: float = 0.0
     copy_latency_s: float = 0.0
     compute_latency_s: float = 0.0
+    launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -122,7 +125,8 @@ class Machine:
         rates = {name: rate / factor for name in names if (rate := getattr(self, name)) is not None}
         costs = ("ssd_core_s_per_byte", "net_core_s_per_byte", "net_round_core_s_per_element")
         rates |= {name: cost * factor for name in costs if (cost := getattr(self, name)) is not None}
-        return replace(self, compute_latency_s=self.compute_latency_s * factor, **rates)
+        rates |= {name: getattr(self, name) * factor for name in ("compute_latency_s", "launch_s")}
+        return replace(self, **rates)
 
     def with_links(self, links: Mapping[str, float]) -> Self:
         """This machine with what `ds-vertical limits --links` has measured. Raises CostsError naming the key."""

@@ -57,3 +57,11 @@ def test_a_large_buffer_is_in_huge_pages_and_its_memory_goes_with_it() -> None:
     del buffer
     gc.collect()
     assert mapped(address) == {}
+
+
+def test_the_limit_that_is_advised_counts_what_is_locked_already() -> None:
+    before = host.limit_to_lock(MIB)
+    buffer = pinned_memory.lock_host_bytes(8 * MIB)
+    assert before == 1024 + status("VmLck") - 8 * 1024
+    assert host.limit_to_lock(MIB) == before + 8 * 1024
+    pinned_memory.unlock_host_bytes(buffer)

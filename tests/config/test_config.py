@@ -474,6 +474,8 @@ REFUSED = [
     ("managed_gradient_accumulation", False, True),
     ("prescale_gradients", True, False),
     ("gradient_predivide_factor", 2.0, 1.0),
+    ("aio.use_gds", True, False),
+    ("aio.use_gds", "false", False),
     ("gradient_allreduce_op", "sum", "Mean"),
     ("hybrid_engine.enabled", True, False),
     ("compile.deepcompile", True, False),
@@ -724,7 +726,7 @@ PATHS = f"{SECTION}.nvme_paths"
             BASE,
             rf'{PATHS}\[1\]: got "/ssd/../ssd/", the same folder as "/ssd"; write one folder for each',
         ),
-        (["/ssd", "/ssd1"], changed("aio", {"use_gds": True}), r"^aio.use_gds: got true with 2 .*; write false, or one path"),
+        (["/ssd", "/ssd1"], changed("aio", {"use_gds": True}), r"^aio.use_gds: got true; .*; write false or remove it"),
         (
             ["/ssd", "/ssd1"],
             changed("zero_optimization.offload_param", None)

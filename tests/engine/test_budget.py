@@ -192,18 +192,23 @@ def test_memory_that_a_device_locks_is_not_held_against_the_users_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_memory: bool, backend: str, counts: bool
 ) -> None:
     from ds_vertical.compat import accelerator
-    from ds_vertical.engine import memory_check
+    from ds_vertical.engine import disk_check, memory_check
     from ds_vertical.model.layers import map_layers
 
     start_process_group()
     model, config = MixerModel(3, width=1024), base_config(tmp_path)
+    config["zero_optimization"]["offload_param"]["buffer_count"] = 1
     section = resolve(load_section(config), 0)
     forecast = memory_check.Forecast(map_layers(model, None), memory_check.groups_of(model, None, None), config, section)
     monkeypatch.setattr(accelerator, "is_one_memory", lambda: one_memory)
     monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", backend)
-    monkeypatch.setattr(host, "lockable_bytes", lambda: MIB)
+    stock = sum(disk_check._locked_by_stock(forecast, config).values())  # on any device
+    monkeypatch.setattr(host, "lockable_bytes", lambda: stock)
     with pytest.raises(MemoryBudgetError, match="ulimit -l") if counts else contextlib.nullcontext():
-        memory_check.check_memory(forecast, model.parameters(), None)
+        disk_check.check_locked(forecast, config)
+    monkeypatch.setattr(host, "lockable_bytes", lambda: stock - 1)
+    with pytest.raises(MemoryBudgetError, match=f"locked memory: needs {stock} bytes for" if not counts else "ulimit -l"):
+        disk_check.check_locked(forecast, config)
 
 
 @pytest.mark.parametrize("limit", [None, 8 << 30])

@@ -10,18 +10,13 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from chunks import a_chunk, no_queue
 from harness import base_config
 from places import ROOT, SUPPORT
-
-from ds_vertical.offload.grad_store import GradientFile, HeldGradients, ReducedSums
-from ds_vertical.offload.state_files import Chunk
 
 MODEL = ROOT / "configs" / "models" / "gpt_13m.json"
 CHOSEN_HERE = ("MASTER_ADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE")  # by tests before, for this process
@@ -87,32 +82,11 @@ def test_the_host_runs_ahead_of_the_device_by_no_more_layers_than_are_counted(tm
     assert found["grown"] <= (window + 2) * found["layer"] + found["rest"] + (4 << 20)
 
 
-def read(held: HeldGradients, chunk: Chunk, found: list[torch.Tensor]) -> None:
-    found.extend(held.data(part).clone() for part in chunk.parts("all"))
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_gradients_of_a_busy_device_are_whole_for_another_thread(device: str) -> None:
-    chunk = a_chunk(0.5)
-    held = HeldGradients([chunk], GradientFile(Path(), [], no_queue), False, page_locked=device == "cuda")
-    size = sum(chunk.sizes)
-    for busy in (False, True):  # at first without, which makes the page-locked memory and loads the kernels
-        flat = torch.zeros(size, device=device)
-        values = torch.arange(float(size), device=device) + busy
-        if busy and device == "cuda":
-            torch.cuda._sleep(1_000_000_000)
-        flat.copy_(values)
-        shares = list(flat.split(list(chunk.sizes)))
-        in_place = held.hold(3, [0], ReducedSums(shares, flat, lambda _: None), early=True, final=True)
-        if not in_place:
-            flat.fill_(-1.0)  # its next user, after the copies
-        if busy and device == "cuda":
-            assert not torch.cuda.current_stream().record_event().query()  # the host has waited for nothing
-        found: list[torch.Tensor] = []
-        reader = threading.Thread(target=read, args=(held, chunk, found))
-        reader.start()
-        reader.join()
-        assert torch.equal(torch.cat(found), torch.arange(float(size)) + busy)
+def test_gradients_of_a_busy_device_are_whole_for_another_thread(tmp_path: Path, device: str) -> None:
+    """In a process whose accelerator is the device: its driver locks the memory that they wait in."""
+    [found] = run_cases(tmp_path, device, {"case": "gradients", "device": device})
+    assert found == {"page_locked": device == "cuda"}
 
 
 @pytest.mark.gpu

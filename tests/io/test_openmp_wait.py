@@ -71,7 +71,7 @@ def run(folder: Path, enabled: bool) -> list[Any]:
 
 
 SHARING = """
-import ctypes, json, os, pathlib, threading
+import ctypes, json, os, pathlib, sys, threading
 import torch
 from ds_vertical.io.host import serve_device, share_cores
 
@@ -86,25 +86,49 @@ def on_a_thread(work):
     thread.start()
     thread.join()
 
-torch.set_num_threads(8)
-os.sched_getaffinity = lambda _: set(range(8))  # whatever this machine has
+cores, num_ranks = int(sys.argv[1]), [int(number) for number in sys.argv[2:]]
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(int(os.environ.get("SET_THREADS", cores)))
+os.sched_getaffinity = lambda _: set(range(cores))  # whatever this machine has
 on_a_thread(lambda: serve_device(torch.device("cpu"), 4))
-os.environ["OMP_NUM_THREADS"] = "8"
-on_a_thread(lambda: share_cores(4))
-del os.environ["OMP_NUM_THREADS"]
-on_a_thread(lambda: share_cores(1))
-on_a_thread(lambda: share_cores(3))
-on_a_thread(lambda: share_cores(3))  # of the process's next engine
-on_a_thread(lambda: share_cores(16))
+for number in num_ranks:
+    on_a_thread(lambda: share_cores(number))
 print(json.dumps(found))
 """
 
 
-def test_ranks_beside_devices_share_the_cores_for_adam() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run([sys.executable, "-c", SHARING], env=environment, capture_output=True, text=True, timeout=200)
+def teams(environment: dict[str, str], cores: int, *num_ranks: int) -> list[int]:
+    """The teams of threads that compute beside a device on so many cores, which so many ranks share."""
+    of_launchers = ("OMP_NUM_THREADS", "ACCELERATE_", "TORCHELASTIC_", "LOCAL_WORLD_SIZE")
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(of_launchers)}
+    command = [sys.executable, "-c", SHARING, *map(str, (cores, *num_ranks))]
+    done = subprocess.run(command, env=plain | environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == [[8, 8], [8, 8], [8, 8], [2, 2], [2, 2], [1, 1]]
+    on_the_host, *found = json.loads(done.stdout)
+    threads = environment.get("OMP_NUM_THREADS")
+    written = int(environment.get("SET_THREADS", cores)) if threads is None else min(int(threads), len(os.sched_getaffinity(0)))
+    assert on_the_host == [written, written]  # as torch takes it
+    assert all(torchs == runtimes for torchs, runtimes in found)
+    return [torchs for torchs, _ in found]
+
+
+def test_ranks_beside_devices_share_the_cores_for_adam_and_leave_two() -> None:
+    assert teams({}, 16, 1, 2, 3, 3, 4, 8, 16, 32) == [14, 6, 3, 3, 2, 1, 1, 1]
+    assert teams({}, 2, 1) == [1]
+
+
+def test_what_a_script_has_told_torch_is_not_exceeded() -> None:
+    assert teams({"SET_THREADS": "4"}, 16, 1, 2, 4) == [4, 4, 2]
+
+
+def test_the_one_thread_that_a_launcher_writes_does_not_bind_cpu_adam() -> None:
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}
+    assert teams({"OMP_NUM_THREADS": "1"} | torchrun, 16, 2) == [6]
+    assert teams({"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False"}, 16, 1) == [14]
+    users = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "1", "ACCELERATE_USE_DEEPSPEED": "true"}
+    assert teams({"OMP_NUM_THREADS": "1"} | users | torchrun | {"LOCAL_WORLD_SIZE": "1"}, 16, 1) == [1]
+    assert teams({"OMP_NUM_THREADS": "1"}, 16, 2) == [1]  # ranks of another launcher
+    assert teams({"OMP_NUM_THREADS": "2"} | torchrun, 16, 2) == [min(2, len(os.sched_getaffinity(0)))]
 
 
 @pytest.mark.parametrize("enabled", [True, False])

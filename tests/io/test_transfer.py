@@ -15,9 +15,10 @@ def test_where_host_and_device_are_one_memory_a_copy_is_complete_at_once() -> No
         made.append(torch.ones(3))
         return made
 
-    wait_copies = CopyStream(torch.device("cpu")).run(copy)
+    copies = CopyStream(torch.device("cpu")).run(copy)
     assert len(made) == 1
-    wait_copies()
+    copies.land()
+    copies.wait()
     assert len(made) == 1
 
 
@@ -26,7 +27,7 @@ def test_copies_overlap_with_computation_and_come_before_their_use() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     source = torch.arange(1 << 22, dtype=torch.float32).pin_memory()
     lane = CopyStream(device)
-    lane.run(lambda: [source.to(device, non_blocking=True)])()  # allocations and first launches out of the way
+    lane.run(lambda: [source.to(device, non_blocking=True)]).wait()  # allocations and first launches out of the way
     torch.cuda.synchronize()
 
     torch.cuda._sleep(2_000_000_000)  # the computation: about a second
@@ -37,12 +38,12 @@ def test_copies_overlap_with_computation_and_come_before_their_use() -> None:
         copies.append(source.to(device, non_blocking=True))
         return copies
 
-    lane.run(copy)()
+    lane.run(copy).wait()
     assert not busy.query()  # copied while the device computes
     total = copies[0].sum(dtype=torch.float64)
     source.zero_()  # allowed: wait_copies has returned
     copies.clear()  # freed on the host while the device has yet to read it
-    lane.run(lambda: [torch.full((1 << 22,), -1.0, device=device)])()  # must not land in the freed memory
+    lane.run(lambda: [torch.full((1 << 22,), -1.0, device=device)]).wait()  # must not land in the freed memory
     assert total.item() == float((1 << 22) * ((1 << 22) - 1) // 2)
 
 
@@ -58,6 +59,7 @@ def test_the_device_waits_for_a_copy_still_under_way() -> None:
         copies.append(source.to(device, non_blocking=True))
         return copies
 
-    wait_copies = lane.run(copy)
+    issued = lane.run(copy)
+    issued.land()
     assert copies[0].sum(dtype=torch.float64).item() == source.numel()
-    wait_copies()
+    issued.wait()

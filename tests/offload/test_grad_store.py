@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_vertical.errors import GradientGoneError
+from ds_vertical.io import streams
 from ds_vertical.io.buffers import Reserve
 from ds_vertical.offload.chunking import ALIGNMENT, Part, spread_parts
 from ds_vertical.offload.grad_store import GradientFile, HeldGradients, ReducedSums, aligned, beyond_host
@@ -145,3 +146,25 @@ def test_pre_waits_in_memory_first_and_the_layers_share_the_rest_evenly() -> Non
     waiting = {"pre": [Part(9, 0, 10)]} | {layer: [Part(layer, 0, 10)] for layer in range(8)}
     assert {part.chunk for part in beyond_host(waiting, 5 / 9)} in ({0, 2, 4, 6}, {1, 3, 5, 7})
     assert beyond_host(waiting, 1.0) == [] and len(beyond_host(waiting, 0.0)) == 9
+
+
+class Ending(streams.DeviceEvent):
+    """The event of a device, whose waits end with these errors, one after the other."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.errors = list(errors)
+
+    def synchronize(self) -> None:
+        raise self.errors.pop(0)
+
+
+def test_a_wait_that_is_cut_off_keeps_the_memory_and_a_failed_device_gives_it_back() -> None:
+    held, chunk, sums, _ = holding(0.0, early=False, final=False)
+    event = Ending(KeyboardInterrupt(), *[RuntimeError("the device is gone")] * len(chunk.delayed))
+    for part in held._units[3].parts.values():
+        part.copied = event
+    with pytest.raises(KeyboardInterrupt):
+        held.finish(chunk.delayed[0], "step")
+    assert sums.given_back == [] and len(held._units[3].parts) == len(chunk.delayed)
+    held.abandon([])
+    assert [each.data_ptr() for each in sums.given_back] == [sums.flat.data_ptr()] and event.errors == []

@@ -57,6 +57,7 @@ def test_the_items_by_hand() -> None:
         ("device", "parameters"): (2 * 1000 + 100) * 2,
         ("device", "gradient sums"): (1000 + 100) * 4,
         ("device", "activations between layers"): (3 * 4 + 2) * 700,
+        ("device", "gradients on their way"): 1000 * 4,
     }
 
 
@@ -202,7 +203,7 @@ def test_shards_tiers_and_working_memory() -> None:
         ("device", "gradient sums"): 4400,
         ("device", "activations between layers"): (3 * 2 + 1) * 700,
         ("device", "one layer's backward"): 9000,
-        ("device", "gradients on their way"): 4000,
+        ("device", "gradients on their way"): 4000 + 4000 // 2,  # being reduced, and this rank's shares of those before
     }
 
 
@@ -290,7 +291,8 @@ def test_what_is_in_use_stays_within_the_formulas(machine: Machine, window: int,
         owners = found["device"].owners
         activations = owners["activations"] + owners["activation gradients"]
         assert activations <= by_item["device", "activations between layers"]
-        assert found["device"].num_bytes >= 0.7 * total_bytes(items, "device")
+        leaving = by_item["device", "gradients on their way"]  # which the run as it is simulated has left at once
+        assert found["device"].num_bytes >= 0.7 * (total_bytes(items, "device") - leaving)
 
 
 @pytest.mark.parametrize("window", [0, 1, 2])

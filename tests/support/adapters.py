@@ -25,10 +25,16 @@ def llama(width: int = 768, **settings: Any) -> nn.Module:
 
 def lora(rank: int = 128, **settings: Any) -> nn.Module:
     """A layer's adapters of rank 128 have enough state to lie on SSD."""
+    torch.manual_seed(0)  # the base that a script would load
+    return adapted(llama(**settings), rank)
+
+
+def adapted(base: nn.Module, rank: int) -> nn.Module:
+    """The base, frozen, with adapters."""
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(0)  # the base that a script would load
-    return get_peft_model(llama(**settings), LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+    made: Any = base
+    return get_peft_model(made, LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
 
 
 def lora_config(folder: Path, **options: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ from typing import Any
 # run as a script, so this folder is first on the path
 import harness
 import torch
+from chunks import a_chunk, no_queue
 from models import MixerBlock, MixerModel, token_batches
+
+from ds_vertical.offload.grad_store import GradientFile, HeldGradients, ReducedSums
+from ds_vertical.offload.state_files import Chunk
 
 NUM_STEPS = 6
 NUM_MICRO_BATCHES = 3
@@ -124,6 +129,38 @@ def ahead(folder: Path, dtype: str, window: int) -> dict[str, Any]:
     return {"busy": busy, "grown": grown, "layer": layer, "rest": sum(sizes.values()) - NUM_LAYERS * layer}
 
 
+def read(held: HeldGradients, chunk: Chunk, found: list[torch.Tensor]) -> None:
+    found.extend(held.data(part).clone() for part in chunk.parts("all"))
+
+
+def gradients(_: Path, device: str) -> dict[str, Any]:
+    """Another thread reads gradients that a busy device has yet to send. `page_locked`: memory of copies."""
+    chunk = a_chunk(0.5)
+    on_gpu = device == "cuda"
+    held = HeldGradients([chunk], GradientFile(Path(), [], no_queue), False, page_locked=on_gpu)
+    size = sum(chunk.sizes)
+    page_locked = on_gpu
+    for busy in (False, True):  # at first without, which makes the page-locked memory and loads the kernels
+        flat = torch.zeros(size, device=device)
+        values = torch.arange(float(size), device=device) + busy
+        if busy and on_gpu:
+            torch.cuda._sleep(1_000_000_000)
+        flat.copy_(values)
+        shares = list(flat.split(list(chunk.sizes)))
+        in_place = held.hold(3, [0], ReducedSums(shares, flat, lambda _: None), early=True, final=True)
+        if not in_place:
+            flat.fill_(-1.0)  # its next user, after the copies
+        if busy and on_gpu:
+            assert not torch.cuda.current_stream().record_event().query()  # the host has waited for nothing
+            page_locked = all(part.memory.tensor.is_pinned() for part in held._units[3].parts.values())
+        found: list[torch.Tensor] = []
+        reader = threading.Thread(target=read, args=(held, chunk, found))
+        reader.start()
+        reader.join()
+        assert torch.equal(torch.cat(found), torch.arange(float(size)) + busy)
+    return {"page_locked": page_locked}
+
+
 def active_bytes(which: str) -> int:
     """Bytes of the device's memory that are taken, or that the device has yet to be done with."""
     torch.cuda.synchronize()
@@ -133,7 +170,7 @@ def active_bytes(which: str) -> int:
     return torch.cuda.memory_stats()[f"active_bytes.all.{which}"]
 
 
-CASES = {"bits": bits, "activations": activations, "resumes": resumes, "ahead": ahead}
+CASES = {"bits": bits, "activations": activations, "resumes": resumes, "ahead": ahead, "gradients": gradients}
 
 
 def main(folder: str, listed: str) -> int:

@@ -15,11 +15,15 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import late_accelerator
 import late_copies
 import late_device
 import torch
 from late_copies import DEVICE, caught, current, page_locked
+from places import ROOT
 from torch import nn
+
+from ds_vertical.cli.bench.block_timer import BlockBatch, BlockTimer
 
 CASES: dict[str, Callable[[], None]] = {}
 
@@ -265,8 +269,17 @@ def a_second_device_has_streams_and_memory_of_its_own() -> None:
         assert torch.empty(1, device="late").device == other
 
 
+@case
+def a_layers_launch_is_timed_without_a_wait() -> None:
+    timer = BlockTimer(ROOT / "configs" / "models" / "gpt_13m.json", BlockBatch(8, 1, "fp32"), "late:0")
+    assert timer.once.entered is not None
+    with late_device.waits() as waits:
+        assert 0 < timer.launch_s(1) < 10
+    assert not {wait.what for wait in waits} - {"device"}, waits  # ahead of the call: the device is to be idle
+
+
 def main(file: str) -> int:
-    late_device.use()
+    late_accelerator.use()  # ours asks DeepSpeed's for page-locked memory
     found: dict[str, str | None] = {}
     for name, function in (CASES | late_copies.CASES).items():
         try:

@@ -13,6 +13,7 @@ import late_device
 import torch
 from chunks import a_chunk, no_queue
 
+from ds_vertical.compat import pinned_memory
 from ds_vertical.compat.ops import load
 from ds_vertical.io.files import preallocate
 from ds_vertical.io.streams import CopyStream, EventWindow, OutgoingStream, record_event, recorder
@@ -59,11 +60,12 @@ def fetched_values_are_there_for_what_is_computed_next() -> None:
         return copies
 
     with late_device.waits() as waits:
-        wait_copies = CopyStream(DEVICE).run(copy)
+        issued = CopyStream(DEVICE).run(copy)
+        issued.land()
         total = copies[0] + 1
         copies.clear()  # given up by code that knows of no other stream
         assert not waits
-        wait_copies()
+        issued.wait()
         source.fill_(7)
     assert total.tolist() == [2, 3]
 
@@ -77,9 +79,28 @@ def a_source_is_left_alone_until_its_copies_are_complete() -> None:
         copies.append(source.to(DEVICE, non_blocking=True))
         return copies
 
-    lane.run(copy)()
+    issued = lane.run(copy)
+    issued.wait()
     source.fill_(7)
+    issued.land()
     assert copies[0].tolist() == [1, 2]
+
+
+@case
+def what_is_computed_ahead_of_a_fetched_layer_does_not_wait_for_its_copies() -> None:
+    source = page_locked(1, 2)
+    copies: list[torch.Tensor] = []
+
+    def copy() -> list[torch.Tensor]:
+        copies.append(source.to(DEVICE, non_blocking=True))
+        return copies
+
+    issued = CopyStream(DEVICE).run(copy)
+    torch.ones(1, device=DEVICE) + 1  # of the layer before
+    assert issued.copied is not None and not issued.copied.query()
+    issued.land()
+    assert not issued.copied.query()
+    assert (copies[0] + 1).tolist() == [2, 3] and issued.copied.query()
 
 
 @case
@@ -137,6 +158,43 @@ def gradients_on_their_way_to_an_ssd_are_not_waited_for() -> None:
 
 
 @case
+def memory_of_gradients_that_nobody_has_read_is_not_written_under_their_copy() -> None:
+    chunk = a_chunk(0.0)
+    held = HeldGradients([chunk], GradientFile(Path(), [], no_queue), False, page_locked=True)
+
+    def hold(value: float, missing: int) -> None:
+        shares = (torch.full((size - missing,), value, device=DEVICE) for size in chunk.sizes)
+        held.hold(3, [0], ReducedSums(shares, None, lambda _: None), early=False, final=False)
+
+    hold(7, 0)
+    held.drop(3)
+    hold(5, 1)  # in the same memory, whose padding the host writes
+    found = torch.cat([held.data(part) for part in chunk.parts("all")])
+    assert torch.equal(found, torch.cat([torch.tensor([5.0] * (size - 1) + [0.0]) for size in chunk.sizes]))
+
+
+@case
+def memory_of_a_hold_that_was_cut_off_is_not_written_under_its_copies() -> None:
+    chunk = a_chunk(0.0)
+    held = HeldGradients([chunk], GradientFile(Path(), [], no_queue), False, page_locked=True)
+
+    def cut_off() -> Iterator[torch.Tensor]:
+        yield torch.full((chunk.sizes[0],), 7.0, device=DEVICE)
+        raise KeyboardInterrupt
+
+    for _ in range(2):  # in the same memory
+        try:
+            held.hold(3, [0], ReducedSums(cut_off(), None, lambda _: None), early=False, final=False)
+        except KeyboardInterrupt:
+            held.abandon([])
+        spare = held._reserve._spare
+        for memory in spare:
+            memory.fill_(5)  # its next user
+        torch.accelerator.synchronize()
+        assert spare and all(memory.eq(5).all() for memory in spare)
+
+
+@case
 def what_leaves_is_what_has_been_computed() -> None:
     outgoing, target = OutgoingStream(), page_locked(0, 0)
     assert outgoing.mark() is None
@@ -188,6 +246,52 @@ def swapped_tensors_come_back_without_a_wait_of_the_host() -> None:
         assert not waits, waits
         assert total.item() == 5000 * (turn + 1)
     swapper.close()
+
+
+@case
+def host_memory_is_not_given_back_under_the_copy_of_what_was_dropped() -> None:
+    memory = HostMemory(pinned_memory.lock_host_bytes, pinned_memory.unlock_host_bytes)
+    swapper = TensorSwapper(None, no_queue, memory, DEVICE, 2)
+    swapper.drop(swapper.put([torch.ones(5000, dtype=torch.uint8, device=DEVICE)], Tier.HOST))
+    with late_device.noting() as found:
+        swapper.host_tier.unlock_free()
+    assert not found, found
+    swapper.close()
+
+
+@case
+def page_locked_memory_is_as_large_as_is_asked_for_and_goes_back() -> None:
+    library, size, pages = late_device.library(), (3 << 20) + 5, (3 << 20) + 4096
+    registered, from_torch = library.page_locked_bytes()
+    for unlocks in (True, False):
+        data = pinned_memory.lock_host_bytes(size)
+        assert library.page_locked_bytes() == (registered + pages, from_torch)
+        assert data.shape == (size,) and data.is_pinned() and data.data_ptr() % 4096 == 0
+        with late_device.waits() as waits:
+            copy = data.fill_(7).to(DEVICE, non_blocking=True)
+        assert not waits and copy.max().item() == copy.min().item() == 7
+        if unlocks:
+            pinned_memory.unlock_host_bytes(data)
+            assert not data.is_pinned()
+        del data  # with whatever nobody has unlocked
+        assert library.page_locked_bytes() == (registered, from_torch)
+    del copy
+
+
+@case
+def gradients_wait_in_page_locked_memory_of_their_size() -> None:
+    library, chunk = late_device.library(), a_chunk(0.0)
+    registered, from_torch = library.page_locked_bytes()
+    held = HeldGradients([chunk], GradientFile(Path(), [], no_queue), False, page_locked=True)
+    shares = (torch.ones(size, device=DEVICE) for size in chunk.sizes)
+    held.hold(3, [0], ReducedSums(shares, None, lambda _: None), early=False, final=False)
+    taken = library.page_locked_bytes()[0] - registered
+    assert held.num_bytes <= taken < held.num_bytes + 4096 * len(list(chunk.parts("all")))
+    held.close()  # ahead of their last copy
+    with late_device.noting() as found:
+        del held
+    assert not found, found
+    assert library.page_locked_bytes() == (registered, from_torch)
 
 
 @case

@@ -1,18 +1,23 @@
-"""Training on the late device. Run by tests/parity/test_late_training.py, in a process of their own:
+"""Training on the late device. Run by tests/parity/test_late_training.py, in a process of their own, and by
+tests/distributed/test_late_ranks.py in one for each rank:
 
-    python tests/support/late_worker.py FOLDER NAME...
+    python tests/support/late_worker.py FOLDER late|cpu NAME...
 
-Leaves by case what it has computed, and found, in FOLDER/NAME.pt: an `Outcome`. The test computes the same on the processor.
+Leaves by case what it has computed, and found, in FOLDER/NAME.pt, or FOLDER/NAME.RANK.pt: an `Outcome`.
 """
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +25,13 @@ from typing import Any
 import harness
 import pytest
 import torch
-from models import MixerBlock, MixerModel, token_batches
+from models import MixerBlock, MixerModel, tiny_neox, token_batches
+from torch import nn
 
 NUM_LAYERS = 3
 NUM_MICRO_BATCHES = 3
 FAILS_FORWARD, FAILS_BACKWARD = 20, 30  # tokens of the last micro-batch of a step that fails
 WIDTH = 768  # a matrix of two bytes an element is over 1 MiB, and so on SSD
-
-
-@dataclass(frozen=True)
-class Case:
-    """`options`: of `harness.base_config`. `fast`: whether the fast suite has it. `between`: called after the first step with
-    the engine, batches for it and a folder; gives losses to compare."""
-
-    options: dict[str, Any]
-    num_steps: int = 2
-    fast: bool = False
-    between: Callable[[Any, harness.Batches, Path], list[float]] = lambda *_: []
 
 
 class FailingBlock(MixerBlock):
@@ -81,6 +76,51 @@ def use_engine(engine: Any, batches: harness.Batches, folder: Path) -> list[floa
     return [loss.item() for loss in losses]
 
 
+def ask_to_stop(engine: Any, batches: harness.Batches, folder: Path) -> list[float]:
+    """A step in which the process gets a signal: it is left behind the layer that computes, and a checkpoint is saved."""
+
+    def signalling(outputs: torch.Tensor, _: Any) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return outputs
+
+    with pytest.raises(SystemExit) as ended:
+        engine.train_batch(iter(batches[0]), signalling)
+    return [float(str(ended.value.code)), engine.global_steps, len(list((folder / "saved").glob("global_step*")))]
+
+
+def generate(engine: Any, batches: harness.Batches, _: Path) -> list[float]:
+    """A prompt's next tokens."""
+    prompt = batches[0][0]["input_ids"][:1, :5].to(engine.device)
+    engine.module.eval()
+    found = engine.module.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, do_sample=False, pad_token_id=0
+    )
+    engine.module.train()
+    return found.flatten().tolist()
+
+
+def build_compiled() -> nn.Module:
+    """Blocks compiled as far as the device goes: traced, with the backward that torch.compile makes, in eager's kernels."""
+    torch._dynamo.reset()
+    model = MixerModel(NUM_LAYERS, WIDTH, dropout=0.1)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    """`options`: of `harness.base_config`. `fast`: whether the fast suite has it. `between`: called after the first step with
+    the engine, batches for it and a folder; gives losses to compare. `listens`: whether the JSON has `on_signal`."""
+
+    options: dict[str, Any]
+    num_steps: int = 2
+    fast: bool = False
+    between: Callable[[Any, harness.Batches, Path], list[float]] = lambda *_: []
+    listens: bool = False
+    build: Callable[[], nn.Module] = build_model
+
+
 def _case(dtype: str, clip: float, section: dict[str, Any] | None = None, **options: Any) -> Case:
     return Case({"dtype": dtype, "clip": clip, "section": section} | options)
 
@@ -107,31 +147,56 @@ CASES = {
     "bf16, parameters on the device": _case("bf16", 1.0, params="none", optimizer="cpu"),
     "fp32, small ones persistent": _case("fp32", 1.0, persistence=None),
     "bf16, nothing beside anything": _case("bf16", 1.0, {"overlap": False}),
+    "bf16, asked to stop": replace(_case("bf16", 1.0), num_steps=1, between=ask_to_stop, listens=True),
+    "fp32, generates": replace(_case("fp32", 1.0), between=generate, build=partial(tiny_neox, NUM_LAYERS, 256, dropout=0.1)),
+    "fp32, compiled blocks": replace(_case("fp32", 1.0), build=build_compiled),
 }
+ON_RANKS = {"bf16, listening for signals": replace(_case("bf16", 1.0), listens=True)}
 
 
 @dataclass
 class Outcome:
-    """What training has given; on the late device also the host's waits of each step, and what was wrong."""
+    """What training has given; on the late device also the host's waits of each step, what was wrong, bytes of host memory
+    that are still registered with the device once the engine is gone; bytes of the device that the budget has for the training,
+    and that it has taken at most."""
 
     run: harness.Run | None = None
     waits: list[Counter[Any]] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    registered: int = -1
+    budget: int = -1
+    peak: int = -1
     error: str | None = None
 
 
 Watch = Callable[[], AbstractContextManager[Any]]
 
 
-def train(case: Case, folder: Path, watch: Watch = nullcontext) -> harness.Run:
-    """All that `harness.Run` has but gradients: reading them waits. Each step is within `watch`."""
+def device_budget(engine: Any, model: nn.Module, config: dict[str, Any]) -> int:
+    """Bytes of the device that `initialize` has found to be needed, activations not counted."""
+    from ds_vertical.engine.memory_check import Forecast, groups_of
+    from ds_vertical.planner.memory_budget import budget, total_bytes
+    from ds_vertical.types import Tier
+
+    forecast = Forecast(engine.layers, groups_of(model, None, None), config, engine.vertical)
+    return total_bytes(budget(forecast.shape, forecast.terms, forecast.further(0)), Tier.DEVICE)
+
+
+def train(
+    case: Case, folder: Path, watch: Watch = nullcontext, look: Callable[[Any, nn.Module, Any], None] = lambda *_: None
+) -> harness.Run:
+    """All that `harness.Run` has but gradients: reading them waits. Each step is within `watch`; `look` has the engine, its
+    model and its JSON at the end of the last one."""
     config = harness.base_config(folder, num_micro_batches=NUM_MICRO_BATCHES, **case.options)
     if case.options.get("params", "nvme") == "nvme":
         harness.small_buffers(config, WIDTH * WIDTH)
-    engine, model = harness.build_engine(config, build_model, vertical=True, recording=False)
+    if case.listens:
+        config["vertical_schedule"]["on_signal"] = {"save_dir": str(folder / "saved")}
+    engine, model = harness.build_engine(config, case.build, vertical=True, recording=False)
     run = harness.Run()
     losses, others = [], []
-    batches = token_batches(case.num_steps + 2, NUM_MICRO_BATCHES, rows=1, shortest=5)
+    seed = 1 + int(os.environ.get("RANK", "0"))
+    batches = token_batches(case.num_steps + 2, NUM_MICRO_BATCHES, seed, rows=1, shortest=5)
     try:
         for step, batch in enumerate(batches[: case.num_steps]):
             with watch():
@@ -139,6 +204,7 @@ def train(case: Case, folder: Path, watch: Watch = nullcontext) -> harness.Run:
             run.norms.append(float(engine.get_global_grad_norm()))
             if step == 0:
                 others = case.between(engine, batches[-2:], folder)
+        look(engine, model, config)
         run.losses = [loss.item() for loss in losses] + others
         run.weights, run.state = harness.read_weights(model), harness.read_state(engine, model)
     finally:
@@ -153,26 +219,37 @@ def outcome(case: Case, folder: Path) -> Outcome:
 
     @contextmanager
     def watch() -> Iterator[None]:
+        torch.accelerator.reset_peak_memory_stats()
         with late_device.waits() as waits:
             yield
         found.waits.append(waits)
+        found.peak = max(found.peak, torch.accelerator.memory_stats()["active_bytes.all.peak"] - before)
 
+    def look(engine: Any, model: nn.Module, config: dict[str, Any]) -> None:
+        found.budget = device_budget(engine, model, config)
+
+    before = torch.accelerator.memory_stats()["active_bytes.all.current"]
     try:
-        found.run = train(case, folder, watch)
+        found.run = train(case, folder, watch, look)
     except Exception:
         found.error = traceback.format_exc()
+    gc.collect()
+    found.registered = late_device.library().page_locked_bytes()[0]
     found.violations = late_device.library().take_violations()
     return found
 
 
-def main(folder: str, *names: str) -> int:
-    import late_accelerator
+def main(folder: str, device: str, *names: str) -> int:
+    if device == "late":
+        import late_accelerator
 
-    late_accelerator.use()
+        late_accelerator.use()
+    num_ranks, rank = (int(os.environ.get(name, least)) for name, least in (("WORLD_SIZE", 1), ("RANK", 0)))
     for index, name in enumerate(names):
-        place = Path(folder, f"late{index}")
-        place.mkdir()
-        torch.save(outcome(CASES[name], place), Path(folder, f"{name}.pt"))
+        place, case = Path(folder, f"{device}{index}"), (CASES | ON_RANKS)[name]
+        place.mkdir(exist_ok=True)
+        found = outcome(case, place) if device == "late" else Outcome(train(case, place))
+        torch.save(found, Path(folder, f"{name}.pt" if num_ranks == 1 else f"{name}.{device}{rank}.pt"))
     return 0
 
 

@@ -99,19 +99,33 @@ class BlockTimer:
 
         A layer's are means over `rounds` times a few calls, or over more where the calls are short: a step has the machine's
         slow moments, too. The others are medians. `activation_bytes`: bytes of a layer's input. `gauge_s`, where the device is
-        the host: what `block_s` would return for the time in which the layer was timed. `free_saved_s`, `products_saved_s`,
+        the host: what `block_s` would return for the time in which the layer was timed. `launch_s`, elsewhere: see the method
+        of this name. `free_saved_s`, `products_saved_s`,
         `everything_saved_s`: of the layer's forward, what each activation policy saves in its backward; `products_kept_bytes`,
         `everything_kept_bytes`: what it keeps. A policy that the layer cannot have is left out.
         """
         passes = list(self._passes(rounds, _LEAST_S))
         forward, backward = (fmean(column) for column in zip(*passes, strict=True))
         layer = {"layer_forward_s": forward, "layer_backward_s": backward}
-        layer |= {"gauge_s": forward + backward} if self.on_host else {}
+        layer |= {"gauge_s": forward + backward} if self.on_host else {"launch_s": self.launch_s()}
         pre, head, embed = zip(*(self._outside() for _ in _rounds(max(3, rounds), _LEAST_S)), strict=True)
         assert self.once.entered is not None
         size = float(self.once.entered.numel() * self.once.entered.element_size())
         outside = {"pre_forward_s": median(pre), "pre_backward_s": median(embed), "head_s": median(head)}
         return layer | outside | {"activation_bytes": size} | self._kept(forward)
+
+    def launch_s(self, calls: int = 20) -> float:
+        """Seconds in which the host issues a layer's forward, without a graph, to a device that computes meanwhile; the median
+        of some calls."""
+        block, (args, kwargs) = self.layers.blocks[0].module, self._inputs()
+        found = []
+        for _ in range(calls):
+            self.synchronize()
+            start = perf_counter()
+            with torch.no_grad():
+                block(*args, **kwargs)
+            found.append(perf_counter() - start)
+        return median(found)
 
     @property
     def kind(self) -> str:

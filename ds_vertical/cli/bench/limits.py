@@ -370,16 +370,17 @@ def copy_rates(num_bytes: int, rounds: int) -> dict[str, float]:
 def adam_rate(rounds: int, numel: int = 1 << 23) -> dict[str, float]:
     """Elements/s of CPU Adam on fp32 state in memory, and of casting masters to bf16; bytes/s of the checksums.
 
-    Adam and the cast run on all host cores, or on the one that training leaves for them where it computes on the host; the
-    checksums run on one.
+    Adam and the cast run on the cores that training leaves for them: on one where it computes on the host, else on all but two;
+    the checksums run on one.
     """
     import torch
 
     from ds_vertical.compat.ops import load
+    from ds_vertical.io import host
     from ds_vertical.io.checksums import checksum
 
     everybody = torch.get_num_threads()
-    torch.set_num_threads(1 if accelerator() == "cpu" else everybody)
+    torch.set_num_threads(1 if accelerator() == "cpu" else host.team_beside_device(1))
     kernel, kernel_id = load.free_adam(), 1 << 21
     kernel.create_adam(kernel_id, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
     try:

@@ -92,12 +92,12 @@ class VerticalStage3(ChunkedStage3):
         sizes = bytes_read(chunks, file.extents)
         overlap = self._vertical.overlap
         self.slots = [pinned_memory.lock_host_bytes(max(sizes)) for _ in range(memory_budget.num_slots(len(sizes), overlap))]
-        settings = PipelineSettings(tracer, begin, self.checksums, overlap)
-        self.pipeline = StepPipeline(self.slots, new_queue(), new_queue(), settings)
-        self._updates = updates
         adam = self.optimizer
         assert isinstance(adam, DeepSpeedCPUAdam)  # see `check_optimizer`
         self.kernel = own_kernel(adam)
+        settings = PipelineSettings(tracer, begin, self.checksums, overlap)
+        self.pipeline = StepPipeline(self.slots, new_queue(), new_queue(), settings)
+        self._updates = updates
         self.stepper = Stepper(chunks, self.kernel, self.pipeline, updates, self.checksums, overlap=overlap)
         self.live.watch(lambda: self.stepper.torn, self.pipeline, updates)
         powers = Powers.made_with(self.optimizer.defaults["betas"])
@@ -213,15 +213,20 @@ class VerticalStage3(ChunkedStage3):
         """`flush_state`, then end the pipeline's thread and give its memory back; harmless when called twice."""
         if not hasattr(self, "pipeline"):
             return
-        try:
+        with contextlib.ExitStack() as finally_:  # each of them, whatever the others raise; the last one first
+            finally_.callback(_unlock, self.slots)
+            finally_.callback(self.kernel.close)
+            finally_.callback(self.gradients.close)
+            finally_.callback(self.pipeline.close)
             if self.live.failure is None and not self.live.apart:
                 self.flush_state()
-        finally:
-            self.pipeline.close()
-            self.gradients.close()
-            self.kernel.close()
-            while self.slots:
-                pinned_memory.unlock_host_bytes(self.slots.pop())
+
+
+def _unlock(slots: list[torch.Tensor]) -> None:
+    """Give them back, each of them, and forget them."""
+    with contextlib.ExitStack() as finally_:
+        while slots:
+            finally_.callback(pinned_memory.unlock_host_bytes, slots.pop())
 
 
 def own_kernel(adam: DeepSpeedCPUAdam, number: int = 1) -> CpuAdam:

@@ -61,6 +61,13 @@ void set_capacity(int device, int64_t num_bytes)
     world.stats[device].capacity = num_bytes;
 }
 
+std::pair<int64_t, int64_t> page_locked_bytes()
+{
+    auto& world = World::get();
+    Guard guard(world.lock);
+    return {world.registered, world.from_torch};
+}
+
 void register_host(uintptr_t address, size_t num_bytes)
 {
     auto& world = World::get();
@@ -95,6 +102,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
     m.def("set_raises", &set_raises);
     m.def("set_on_wait", &set_on_wait);
     m.def("set_capacity", &set_capacity);
+    m.def("page_locked_bytes", &page_locked_bytes);  // that others have registered; that torch has allocated
     m.def("register_host", &register_host);
     m.def("unregister_host", &unregister_host);
 }

@@ -119,6 +119,8 @@ public:
     bool raises = true;
     std::function<void(const std::string&, size_t)> on_wait;  // what the host has waited for, bytes; without `lock`
     Stats stats[kDevices];
+    int64_t registered = 0;  // bytes of page-locked memory that others have made
+    int64_t from_torch = 0;  // and of our own, as torch's allocator has it: in powers of two, which it keeps
 
     size_t number(const c10::Stream& stream) const;
     c10::Stream stream(size_t number) const;
@@ -157,6 +159,7 @@ private:
     std::map<char*, std::shared_ptr<Block>> blocks_;  // by their ends
     std::vector<Left> left_;
     std::vector<std::string> unraised_;
+    std::map<int64_t, int> spare_;  // by size: page-locked memory that is kept
     World();
     void enter(const std::shared_ptr<Block>& block);
 };

@@ -27,6 +27,13 @@ std::string name_of(size_t stream)
 
 size_t rounded(size_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
+int64_t power_of_two(size_t num_bytes)
+{
+    int64_t found = 1;
+    while (found < static_cast<int64_t>(num_bytes)) { found *= 2; }
+    return found;
+}
+
 }  // namespace
 
 void Clock::raise(size_t stream, Time time)
@@ -158,6 +165,14 @@ std::shared_ptr<Block> World::make(size_t num_bytes, int device)
         TORCH_CHECK_WITH(OutOfMemoryError, fits, "the late device is out of memory: ", num_bytes, " bytes more than the ",
                          found.active, " in use, of ", found.capacity);
     }
+    if (device == kHost && num_bytes != 0) {
+        auto& spare = spare_[power_of_two(num_bytes)];
+        if (spare != 0) {
+            --spare;
+        } else {
+            from_torch += power_of_two(num_bytes);
+        }
+    }
     auto block = std::make_shared<Block>();
     block->device = device;
     block->owned = true;
@@ -187,6 +202,7 @@ std::shared_ptr<Block> World::add_host(char* begin, size_t num_bytes, bool owned
     auto block = std::make_shared<Block>();
     block->range = {begin, begin + num_bytes};
     block->owned = owned;
+    registered += static_cast<int64_t>(num_bytes);
     enter(block);
     return block;
 }
@@ -203,7 +219,10 @@ void World::remove(const std::shared_ptr<Block>& block) noexcept
     if (block->size() == 0) { return; }
     blocks_.erase(block->range.end);
     if (block->device == kHost) {
-        if (!block->owned) {
+        if (block->owned) {
+            ++spare_[power_of_two(block->size())];
+        } else {
+            registered -= static_cast<int64_t>(block->size());
             for (const auto& use : block->uses) {
                 if (streams[use.stream]->done < use.time) {
                     violation("host memory is unregistered while " + use.what + " may use it", false);

@@ -1,0 +1,60 @@
+"""The user's limit of locked memory (ulimit -l) is held against what DeepSpeed locks, on any device, before it locks any: an
+allocation beyond it would end the process in an assertion, without a word about the limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import forks
+from harness import base_config, small_buffers
+from places import SUPPORT
+
+MIB = 1 << 20
+
+
+def limited(folder: Path, limit: int, kind: str = "mixer") -> tuple[str, str, int, int]:
+    """What comes of a run beside a device that may lock so much: see `locked_worker`."""
+    config = small_buffers(base_config(folder / "swap", dtype="fp32", clip=0.0, sub_group_size=200_000), 512 * 512)
+    config["zero_optimization"]["offload_param"]["buffer_count"] = 2
+    file = folder / "run.json"
+    file.write_text(json.dumps(config))
+    command = [sys.executable, str(SUPPORT / "locked_worker.py"), str(file), str(limit), kind]
+    done = forks.run(folder, command, os.environ | {"OMP_NUM_THREADS": "1"}, timeout=250)
+    assert done.returncode == 0, (done.stdout[-1000:], done.stderr[-3000:])
+    word, told, most, left = json.loads(file.read_text())
+    return word, told, most, left
+
+
+def test_a_limit_below_what_deepspeed_locks_is_refused_and_the_one_that_is_advised_suffices(tmp_path: Path) -> None:
+    """In 8 MiB, which users may lock by default."""
+    word, told, most, left = limited(tmp_path, MIB)  # too little for the buffers of zero.Init
+    needed, allowed, advised = numbers(told)
+    assert word == "refused" and most == left == 0 and not (tmp_path / "swap").exists()
+    assert allowed == MIB and needed == 2 * MIB == 1024 * advised
+    assert f"(of 2 x {512 * 512} elements; 2 x {256 * 512} fit)" in told
+    word, told, most, left = limited(tmp_path, needed)  # enough for those, which are unlocked by then; not for the optimizer's
+    assert word == "refused" and most == needed and "(zero_optimization.sub_group_size: " in told
+    more, allowed, advised = numbers(told)
+    assert more > allowed == needed and advised == -(-more // 1024)
+    word, told, most, left = limited(tmp_path, more)
+    assert word == "trained" and left == 0, told
+    assert 0.95 * more <= most <= more, (more, most)
+
+
+def test_buffers_that_a_frozen_base_has_had_are_not_counted_again_for_its_adapters(tmp_path: Path) -> None:
+    """The base is made under zero.Init, its adapters outside: they join the base's buffers."""
+    word, told, most, left = limited(tmp_path, 2 * MIB, "adapters")  # those of zero.Init, and no more
+    assert (word, told, left) == ("trained", "", 0)
+    assert most == 2 * MIB
+
+
+def numbers(told: str) -> list[int]:
+    """Of a refusal: bytes that are needed, and allowed, and KiB for `ulimit -l`."""
+    words = r"locked memory: .*? (\d+) bytes.*, (\d+) are allowed; raise the limit \(ulimit -l (\d+)\),"
+    found = re.match(words, told)
+    assert found is not None, told
+    return [int(number) for number in found.groups()]

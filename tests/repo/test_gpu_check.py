@@ -1,0 +1,82 @@
+"""scripts/gpu_check.sh, which nobody here can run on a GPU: its commands are ones that our tools take, and run on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from ds_vertical.cli.bench import ab
+
+CHECK = ROOT / "scripts" / "gpu_check.sh"
+
+
+def check(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(["bash", str(CHECK), *words], env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.parametrize(("stage", "count", "billions"), [("ab4", 4, 2.7), ("ab16", 16, 1.3)])
+def test_the_comparisons_are_commands_that_our_tools_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, count: int, billions: float
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import model_config
+
+    done = check("--stage", stage, "--print", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    [words] = [line.split() for line in done.stdout.splitlines() if "ds_vertical.cli.main ab" in line]
+    plan = ab.parse(words[words.index("ab") + 1 :])
+    config = plan.arms.vertical
+    assert config["gradient_accumulation_steps"] == count and config["gradient_clipping"] == 0
+    assert config["vertical_schedule"]["on_nonfinite"] == "stop"
+    script = list(plan.script_arguments)
+    assert script[script.index("--seq") + 1] == "2048"
+    shape = model_config.resolve("llama", script[script.index("--dims") + 1 :], None, 2048)
+    layer = 4 * shape.hidden_size**2 + 3 * shape.hidden_size * shape.intermediate_size
+    largest = shape.vocab_size * shape.hidden_size
+    assert shape.num_hidden_layers * layer + 2 * largest == pytest.approx(billions * 1e9, rel=0.05)
+    assert config["zero_optimization"]["offload_param"]["buffer_size"] >= largest
+    assert f"benchmarks/gpu/{stage}_" in done.stdout
+
+
+def test_wrong_words_are_refused() -> None:
+    assert check("--stage", "all").returncode == check("--quick").returncode == 2
+
+
+def test_a_stage_whose_time_is_over_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIMIT_S", "0")
+    done = check("--stage", "debug", "--dry-run", "--out", str(tmp_path))
+    assert done.returncode == 124 and "the stage's 0 seconds are over" in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_tests_for_gpus_are_found() -> None:
+    done = check("--stage", "tests", "--dry-run", timeout=200)
+    assert done.returncode == 0 and "test_gpu_engine.py" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "told"), [("debug", "not watched (no CUDA): waits of the host"), ("ab4", "losses")])
+def test_a_stage_runs_on_the_cpu(tmp_path: Path, stage: str, told: str) -> None:
+    done = check("--stage", stage, "--dry-run", "--out", str(tmp_path / "out"), timeout=590)
+    assert done.returncode == 0 and told in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_the_launching_threads_time_is_measured_and_recorded(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "launch.py"), "--rounds", "1", "--layers", "3", "--micro-batches", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command += ["--benchmarks", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [path] = (tmp_path / "launch").iterdir()
+    found = json.loads(path.read_text())
+    assert [len(found[op][key]) for op in ("F", "B") for key in ("engine_s", "plain_s")] == [1] * 4
+    assert [line[:2] for line in done.stdout.splitlines()[-2:]] == ["F:", "B:"]
