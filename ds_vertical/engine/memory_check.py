@@ -8,7 +8,7 @@ needs: the logits of a large vocabulary come on top.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -19,16 +19,17 @@ from ds_vertical.config.file import num_micro_batches
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.engine.zero3.chunks import REDUCED_TOGETHER
+from ds_vertical.engine.zero3.planned_chunks import PlannedChunk, PlannedShards
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.io import host
 from ds_vertical.model.compiled_blocks import is_compiled
 from ds_vertical.model.kept.kinds import runs_others_code
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.offload.chunking import FP32_BYTES, boundary, chunk_layout, split_chunk
+from ds_vertical.offload.chunking import ALIGNMENT, FP32_BYTES, boundary, split_chunk
 from ds_vertical.offload.grad_accumulator import LARGE
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.memory_budget import BudgetItem, BudgetTerms
+from ds_vertical.planner.memory_budget import STATE_SHARE, BudgetItem, BudgetTerms
 from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.schedule.events import Unit
 from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, LevelSettings, Placement, RunSettings, TensorKind, Tier
@@ -40,23 +41,7 @@ _MEASURED: Final = "(measured)"
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
 _LEVELS: Final = "zero_optimization.zero_hpz_partition_size"
 _ACCO = "vertical_schedule.acco"
-
-
-@dataclass(frozen=True)
-class PlannedChunk:
-    """A sub-group of one unit's parameters: elements of each one's shard, whether its state and parameters are in files."""
-
-    unit: Unit
-    params: tuple[nn.Parameter, ...]
-    sizes: tuple[int, ...]
-    state_in_files: bool
-    params_in_files: bool
-    persistent: bool
-
-    @property
-    def numel(self) -> int:
-        """Elements of this rank's shards."""
-        return sum(self.sizes)
+_SHARES: Final = 20  # of the state in host memory, tried for a refusal's advice
 
 
 @dataclass(frozen=True)
@@ -72,70 +57,6 @@ class FileBytes:
     num_files: int
 
 
-class PlannedShards:
-    """Where this rank's shards of parameters and state will rest, as DeepSpeed and the optimizer will lay them out.
-
-    `chunks`: in the optimizer's order. `param_bytes`: of one element.
-    """
-
-    def __init__(
-        self,
-        layers: LayerMap,
-        groups: Sequence[Sequence[nn.Parameter]],
-        json: stock_config.OffloadSettings,
-        param_bytes: int,
-    ) -> None:
-        self.param_bytes = param_bytes
-        self.num_shards = distributed_ranks.world_size()
-        self._layers = layers
-        self._json = json
-        self._unit_of = layers.unit_of()
-        self._persistent = self._on_device()
-        self.chunks = [chunk for group in groups for chunk in self._chunks(group)]
-
-    def numel(self, param: nn.Parameter) -> int:
-        """Elements of this rank's shard."""
-        return -(-zero_params.full_numel(param) // self.num_shards)
-
-    def file_bytes(self, param: nn.Parameter) -> int:
-        """Bytes of the shard's file."""
-        return self.aligned(self.numel(param) * self.param_bytes)
-
-    def aligned(self, num_bytes: int) -> int:
-        """Bytes of a file that holds `num_bytes`: asynchronous I/O moves whole blocks."""
-        alignment = self._json.alignment_bytes
-        return -(-num_bytes // alignment) * alignment
-
-    @property
-    def in_files(self) -> list[nn.Parameter]:
-        """Parameters that rest on SSD."""
-        moved = {id(param) for chunk in self.chunks if not chunk.params_in_files for param in chunk.params}
-        everything = (param for params in self._layers.units.values() for param in params)
-        return [param for param in everything if id(param) not in moved and self._goes_to_ssd(param)]
-
-    def _goes_to_ssd(self, param: nn.Parameter) -> bool:
-        return self._json.params_in_files and self.numel(param) * self.param_bytes >= self._json.least_bytes
-
-    def _on_device(self) -> set[int]:
-        """By id the parameters that stay there. (Under a limit for the whole model stock goes through it in another order.)"""
-        params = [param for params in self._layers.units.values() for param in params]
-        stays = self._json.persistent(map(zero_params.full_numel, params))
-        return {id(p) for p, persistent in zip(params, stays, strict=True) if persistent and not self._goes_to_ssd(p)}
-
-    def _chunks(self, group: Sequence[nn.Parameter]) -> Iterator[PlannedChunk]:
-        """Of one of the optimizer's groups. The first `max_in_cpu` elements of each stay in host memory."""
-        passed = 0
-        for unit in self._layers.in_chunk_order(self._json.params_in_files):
-            members = (param for param in group if self._unit_of[id(param)] == unit)
-            layout = chunk_layout(members, self.numel, lambda p: id(p) in self._persistent, self._json.sub_group_size)
-            for params, persistent in layout:
-                sizes = tuple(map(self.numel, params))
-                passed += sum(sizes)
-                in_files = self._json.state_in_files and sum(sizes) * FP32_BYTES >= self._json.least_bytes
-                params_in_files = self._json.params_in_files and passed > self._json.max_in_cpu
-                yield PlannedChunk(unit, tuple(params), sizes, in_files, params_in_files, persistent)
-
-
 class Forecast:
     """What this rank will hold, from the model, the parameters that the optimizer steps (groups) and the JSON."""
 
@@ -143,17 +64,19 @@ class Forecast:
         self, layers: LayerMap, groups: Sequence[Sequence[nn.Parameter]], config: dict[str, Any], resolved: RunSettings
     ) -> None:
         self._layers = layers
+        self._given = groups, config
         self._resolved = resolved
         self._json = stock_config.OffloadSettings.read(config)
         self._one_memory = accelerator.is_one_memory()
         self._param_bytes = stock_config.element_bytes(layers.units.values(), config)
-        self._shards = PlannedShards(layers, groups, self._json, self._param_bytes)
+        self._shards = PlannedShards(layers, groups, self._json, self._param_bytes, self.host_share)
         self.chunks = self._shards.chunks
         clip = float(config.get("gradient_clipping", 1.0) or 0.0)  # DeepSpeed clips to 1 where nothing is written
         dynamic = stock_config.has_dynamic_scale(config)
         self._certain = clip == 0.0 and not dynamic
         delay, speculation = resolved.optimizer_delay, resolved.optimizer_speculation
-        self.timing = StepTiming(delay, speculation, self._certain, self._json.state_in_files, resolved.on_nonfinite == "stop")
+        in_files = self._json.state_in_files and self.host_share < 1
+        self.timing = StepTiming(delay, speculation, self._certain, in_files, resolved.on_nonfinite == "stop")
         self.pairs = resolved.order == "vertical"  # otherwise layers take turns
         self._num_micro_batches = num_micro_batches(config, self._shards.num_shards)
         if resolved.elastic is not None:  # a rank may bring more than the JSON has for each
@@ -164,6 +87,18 @@ class Forecast:
     def state_in_files(self) -> bool:
         """Whether the JSON puts the optimizer's state into files."""
         return self._json.state_in_files
+
+    @property
+    def host_share(self) -> float:
+        """Of the state that the JSON puts into files, the share that rests in host memory instead."""
+        return self._resolved.optimizer_host_share if self._json.state_in_files else 0.0
+
+    def with_host_share(self, share: float) -> Forecast:
+        """This forecast with another share."""
+        (groups, config), resolved = self._given, replace(self._resolved, optimizer_host_share=share)
+        other = Forecast(self._layers, groups, config, resolved)
+        other.pairs = self.pairs
+        return other
 
     @property
     def uses_ssd(self) -> bool:
@@ -196,8 +131,6 @@ class Forecast:
         files = {u: sum(shards.file_bytes(p) for p in params if id(p) in file_ids) for u, params in units.items()}
         pre, *layer_elements = (elements[unit] for unit in self._units)
         rank = sum(elements.values()) / shards.num_shards
-        of_state = sum(chunk.numel for chunk in self.chunks) or 1
-        state_on_ssd = sum(chunk.numel for chunk in self.chunks if chunk.state_in_files) / of_state
         resting = rank - sum(map(shards.numel, in_files))
         return ModelShape(
             pre,
@@ -214,7 +147,7 @@ class Forecast:
             placement=Placement(
                 {
                     TensorKind.PARAMETERS: {Tier.SSD: _share(1 - resting / rank)},
-                    TensorKind.STATE: {Tier.SSD: _share(state_on_ssd)},
+                    TensorKind.STATE: {Tier.SSD: self._state_on_ssd},
                     TensorKind.GRADIENTS: {Tier.SSD: 1 - self._resolved.gradient_host_share},
                 }
             ),
@@ -235,6 +168,7 @@ class Forecast:
             held_share=self._held_share,
             one_memory=self._one_memory,
             pairs=self.pairs,
+            shares_state=self.host_share > 0,
         )
 
     @property
@@ -253,7 +187,15 @@ class Forecast:
     @property
     def _held_share(self) -> float:
         """Of the gradients, the share that waits for its step: all that may be redone, or that users may read later."""
-        return self.timing.delay if self.timing.final and not self._resolved.keep_gradients else 1.0
+        if not self.timing.final or self._resolved.keep_gradients:
+            return 1.0
+        return memory_budget.waiting_share(self.timing.delay, self._state_on_ssd)
+
+    @property
+    def _state_on_ssd(self) -> float:
+        """Of this rank's state, the share in files."""
+        in_files = sum(chunk.numel for chunk in self.chunks if chunk.state_in_files)
+        return in_files / (sum(chunk.numel for chunk in self.chunks) or 1)
 
     def further(self, baseline_bytes: int) -> tuple[BudgetItem, ...]:
         """What the formulas do not know: `baseline_bytes` of the process as it is, and working memory beside the buffers."""
@@ -299,11 +241,14 @@ class Forecast:
 
     @property
     def _piece_bytes(self) -> list[int]:
-        """Bytes of state of each piece that goes through the optimizer's pipeline."""
+        """Bytes that each piece in the optimizer's pipeline reads: its state, and its gradient where some wait on SSD."""
         early_share = 1.0 - self.timing.delay if self.timing.possible else 0.0
         found = []
         for chunk in self.chunks:
-            if chunk.state_in_files:
+            if not chunk.state_in_files and not chunk.persistent and self._resolved.gradient_host_share < 1:
+                parts = split_chunk(0, 0, chunk.numel, memory_budget.PART_ELEMENTS)
+                found += [FP32_BYTES * (part.numel + -part.numel % ALIGNMENT) for part in parts]
+            elif chunk.state_in_files:
                 middle, end = boundary(chunk.sizes, 0.0 if chunk.persistent else early_share), chunk.numel
                 alignment = self._json.alignment_bytes // FP32_BYTES
                 parts = (
@@ -419,6 +364,7 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     if setup > 0:
         further = (*further, BudgetItem(Tier.HOST, "stock's set-up beyond the rest", setup, "zero_optimization.sub_group_size"))
     fault = _fault(shape, terms, further, allowed, limit, ranks_here)
+    fault = fault and _with_less_state(fault, forecast, (allowed, baseline))
     faults = [found for found in distributed_ranks.all_gathered(fault) if found is not None]
     if faults:
         raise MemoryBudgetError(fault or faults[0])
@@ -433,6 +379,22 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
             "no room for gradients that wait for the next micro-batch's: each is added to its sum by itself; same values"
         )
     return lines, needed, left
+
+
+def _with_less_state(fault: str, forecast: Forecast, room: tuple[int, int]) -> str:
+    """The message of a refusal, with the largest share of the state in host memory that would fit, if that is what is short."""
+
+    def fits(share: float) -> bool:
+        allowed, baseline = room
+        other = forecast.with_host_share(share)
+        items = memory_budget.budget(other.shape, other.terms, other.further(baseline))
+        return max(memory_budget.total_bytes(items, Tier.HOST), baseline + other.setup_bytes) <= allowed
+
+    now = forecast.host_share
+    tried = (count / _SHARES for count in range(_SHARES - 1, -1, -1))
+    share = None if not now or fits(now) else next((share for share in tried if share < now and fits(share)), None)
+    first, *others = fault.splitlines()
+    return fault if share is None else "\n".join((f'{first} or "{STATE_SHARE}": {share:g} (now {now:g})', *others))
 
 
 def _fault(

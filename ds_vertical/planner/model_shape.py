@@ -42,7 +42,8 @@ class ModelShape:
     this rank, `gradients`: their elements that the optimizer steps, `slot_bytes`: of the largest piece's state (null: what
     placement, elements and `part_elements` say). `kept`: what forwards keep for backwards (null: nothing). `suf`: the unit of
     what the suffix alone uses (null: that belongs to `pre`); `apart`: the units outside the layers that are away where other
-    code runs, see `Outside`. `network`: how the ranks lie on nodes (null: collectives take no time). Raises CostsError.
+    code runs, see `Outside`. `network`: how the ranks lie on nodes (null: collectives take no time). `state_files`: of units in
+    another share than the placement's, the elements that this rank steps and whose state is in files. Raises CostsError.
     """
 
     pre_elements: int
@@ -70,6 +71,7 @@ class ModelShape:
     suf: SufShape | None = None
     apart: tuple[Unit, ...] = ()
     network: Network | None = None
+    state_files: tuple[tuple[Unit, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layer_elements:
@@ -158,6 +160,14 @@ class ModelShape:
         if self.gradients is None or not self.elements(unit):
             return self.shard(unit)
         return self.gradients[1 + unit if isinstance(unit, int) else 0] / self.num_shards
+
+
+def state_in_files(shape: ModelShape, unit: Unit | None) -> float:
+    """Of the elements of a unit that this rank's optimizer steps, those whose state is in files."""
+    for other, elements in shape.state_files:
+        if other == unit:
+            return elements
+    return shape.stepped(unit) * shape.in_files(TensorKind.STATE)
 
 
 def outside_elements(shape: ModelShape) -> int:

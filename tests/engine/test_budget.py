@@ -66,8 +66,13 @@ def stock_buffers(engine: Any) -> list[torch.Tensor]:
         ({"clip": 0.0, "max_in_cpu": 600_000}, {"prefetch_layers": 4}),
         ({"clip": 1.0, "optimizer": "cpu"}, {"optimizer_delay": 1.0}),
         ({"clip": 0.0, "sub_group_size": 300_001}, {"overlap": False, "optimizer_delay": 0.5}),
+        ({"clip": 0.0}, {"optimizer_host_share": 0.6, "optimizer_delay": 0.5}),
+        ({"clip": 1.0}, {"optimizer_host_share": 1.0, "gradient_host_share": 0.5}),
     ],
-    ids=["speculating", "early, small chunks", "some in host memory", "state in host memory", "one at a time"],
+    ids=[
+        *("speculating", "early, small chunks", "some in host memory", "state in host memory", "one at a time"),
+        *("state shared", "state shared whole"),
+    ],
 )
 def test_the_budget_is_what_is_allocated(tmp_path: Path, settings: dict[str, Any], section: dict[str, Any]) -> None:
     from ds_vertical.engine.memory_check import Forecast, groups_of

@@ -120,13 +120,14 @@ def config(
     clip: float = 0.5,
     delay: float | None = None,
     share: float | None = None,
+    state_share: float | None = None,
 ) -> dict[str, Any]:
     made = harness.base_config(
         folder,
         num_micro_batches=num_micro_batches,
         dtype=dtype,
         clip=clip,
-        section={"optimizer_delay": delay, "gradient_host_share": share},
+        section={"optimizer_delay": delay, "gradient_host_share": share, "optimizer_host_share": state_share},
         params=tier,
         optimizer=tier,
         sub_group_size=200_001 if dtype == "fp32" else 400_001,  # less than half a matrix
