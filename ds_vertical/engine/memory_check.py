@@ -7,7 +7,7 @@ needs: the logits of a large vocabulary come on top.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -58,15 +58,22 @@ class FileBytes:
 
 
 class Forecast:
-    """What this rank will hold, from the model, the parameters that the optimizer steps (groups) and the JSON."""
+    """What this rank will hold, from the model, the parameters that the optimizer steps (groups) and the JSON.
+
+    `host_share`: of the state that the JSON puts into files, the share that rests in host memory instead; `with_host_share`:
+    the forecast with another one.
+    """
 
     def __init__(
         self, layers: LayerMap, groups: Sequence[Sequence[nn.Parameter]], config: dict[str, Any], resolved: RunSettings
     ) -> None:
         self._layers = layers
-        self._given = groups, config
         self._resolved = resolved
         self._json = stock_config.OffloadSettings.read(config)
+        self.host_share = resolved.optimizer_host_share if self._json.state_in_files else 0.0
+        self.with_host_share: Callable[[float], Forecast] = lambda share: Forecast(
+            layers, groups, config, replace(resolved, optimizer_host_share=share)
+        )
         self._one_memory = accelerator.is_one_memory()
         self._param_bytes = stock_config.element_bytes(layers.units.values(), config)
         self._shards = PlannedShards(layers, groups, self._json, self._param_bytes, self.host_share)
@@ -87,18 +94,6 @@ class Forecast:
     def state_in_files(self) -> bool:
         """Whether the JSON puts the optimizer's state into files."""
         return self._json.state_in_files
-
-    @property
-    def host_share(self) -> float:
-        """Of the state that the JSON puts into files, the share that rests in host memory instead."""
-        return self._resolved.optimizer_host_share if self._json.state_in_files else 0.0
-
-    def with_host_share(self, share: float) -> Forecast:
-        """This forecast with another share."""
-        (groups, config), resolved = self._given, replace(self._resolved, optimizer_host_share=share)
-        other = Forecast(self._layers, groups, config, resolved)
-        other.pairs = self.pairs
-        return other
 
     @property
     def uses_ssd(self) -> bool:
@@ -147,7 +142,7 @@ class Forecast:
             placement=Placement(
                 {
                     TensorKind.PARAMETERS: {Tier.SSD: _share(1 - resting / rank)},
-                    TensorKind.STATE: {Tier.SSD: self._state_on_ssd},
+                    TensorKind.STATE: {Tier.SSD: shards.state_on_ssd},
                     TensorKind.GRADIENTS: {Tier.SSD: 1 - self._resolved.gradient_host_share},
                 }
             ),
@@ -189,13 +184,7 @@ class Forecast:
         """Of the gradients, the share that waits for its step: all that may be redone, or that users may read later."""
         if not self.timing.final or self._resolved.keep_gradients:
             return 1.0
-        return memory_budget.waiting_share(self.timing.delay, self._state_on_ssd)
-
-    @property
-    def _state_on_ssd(self) -> float:
-        """Of this rank's state, the share in files."""
-        in_files = sum(chunk.numel for chunk in self.chunks if chunk.state_in_files)
-        return in_files / (sum(chunk.numel for chunk in self.chunks) or 1)
+        return memory_budget.waiting_share(self.timing.delay, self._shards.state_on_ssd)
 
     def further(self, baseline_bytes: int) -> tuple[BudgetItem, ...]:
         """What the formulas do not know: `baseline_bytes` of the process as it is, and working memory beside the buffers."""
@@ -387,6 +376,7 @@ def _with_less_state(fault: str, forecast: Forecast, room: tuple[int, int]) -> s
     def fits(share: float) -> bool:
         allowed, baseline = room
         other = forecast.with_host_share(share)
+        other.pairs = forecast.pairs
         items = memory_budget.budget(other.shape, other.terms, other.further(baseline))
         return max(memory_budget.total_bytes(items, Tier.HOST), baseline + other.setup_bytes) <= allowed
 

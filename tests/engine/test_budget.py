@@ -160,6 +160,31 @@ def test_too_small_a_budget_is_refused_before_anything_is_made_and_the_advice_he
         train_one_step(config)
 
 
+def test_a_share_of_the_state_that_does_not_fit_is_refused_with_the_largest_that_does(tmp_path: Path) -> None:
+    from ds_vertical.engine import memory_check
+    from ds_vertical.model.layers import map_layers
+
+    start_process_group()
+    model = MixerModel(3, width=1024)
+    layers, groups = map_layers(model, None), memory_check.groups_of(model, None, None)
+
+    def needed(share: float, limit: int) -> int:
+        config = base_config(tmp_path, section={"optimizer_host_share": share, "optimizer_delay": 0.5}, clip=0.0)
+        forecast = memory_check.Forecast(layers, groups, config, resolve(load_section(config), 0))
+        return memory_check.check_memory(forecast, model.parameters(), limit)[1]
+
+    none, everything = needed(0.0, 8 << 30), needed(1.0, 8 << 30)
+    assert everything - none > 12 * 6 * 1024**2  # six matrices, and gradients that wait
+    limit = (none + everything) // 2
+    with pytest.raises(MemoryBudgetError) as refused:
+        needed(1.0, limit)
+    assert "optimizer state at rest" in str(refused.value) and "vertical_schedule.optimizer_host_share\n" in str(refused.value)
+    (advised,) = re.findall(r'"vertical_schedule.optimizer_host_share": (\S+) \(now 1\)', str(refused.value).splitlines()[0])
+    assert 0 < float(advised) < 1 and needed(float(advised), limit) <= limit
+    with pytest.raises(MemoryBudgetError):
+        needed(0.9, limit)
+
+
 def train_one_step(config: dict[str, Any]) -> None:
     with running(config, partial(MixerModel, 3, width=1024), vertical=True) as (engine, _):
         engine.train_batch(iter(token_batches(1, 2, rows=1, shortest=4)[0]))

@@ -77,6 +77,12 @@ class PlannedShards:
         everything = (param for params in self._layers.units.values() for param in params)
         return [param for param in everything if id(param) not in moved and self._goes_to_ssd(param)]
 
+    @property
+    def state_on_ssd(self) -> float:
+        """Of this rank's optimizer state, the share in files."""
+        in_files = sum(chunk.numel for chunk in self.chunks if chunk.state_in_files)
+        return in_files / (sum(chunk.numel for chunk in self.chunks) or 1)
+
     def _goes_to_ssd(self, param: nn.Parameter) -> bool:
         return self._json.params_in_files and self.numel(param) * self.param_bytes >= self._json.least_bytes
 
