@@ -22,7 +22,7 @@ from typing import Final, Literal
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape, state_in_files
+from ds_vertical.planner.model_shape import ModelShape, state_elements
 from ds_vertical.planner.network import Hop, Network, seconds_of
 from ds_vertical.schedule.events import Event, Op
 from ds_vertical.schedule.levels import Arrival, arrivals
@@ -65,9 +65,9 @@ def split_steps(shape: ModelShape, delay: float) -> dict[tuple[Unit, str], float
     check_share("optimizer_delay", delay)
     parts: dict[tuple[Unit, str], float] = {}
     for unit in shape.outside.around(range(shape.num_layers)):
-        in_files = state_in_files(shape, unit)
+        in_files, in_memory = state_elements(shape, unit)
         parts[unit, "e0"] = in_files * (1 - delay)
-        parts[unit, "d0"] = in_files * delay + (shape.stepped(unit) - in_files)
+        parts[unit, "d0"] = in_files * delay + in_memory
     return parts
 
 
@@ -107,11 +107,10 @@ class PartSizes:
 
     def state_in_files(self, event: Event) -> float:
         """Of the elements, those whose state is in files: all of an early part, and of the others what memory does not have."""
-        elements, whole = self.elements(event), self._shape.stepped(event.layer)
-        in_files = state_in_files(self._shape, event.layer)
+        elements, (in_files, in_memory) = self.elements(event), state_elements(self._shape, event.layer)
         if self._parts is None:
-            return elements * in_files / whole if in_files < whole else elements
-        return min(elements, in_files) if is_early(event) else max(0.0, elements - (whole - in_files))
+            return elements * in_files / (in_files + in_memory) if in_memory else elements
+        return min(in_files, elements if is_early(event) else max(0.0, elements - in_memory))
 
     def gradient_bytes(self, event: Event) -> float:
         """Of the elements that the event is about. Raises CostsError as `elements` does."""

@@ -42,8 +42,8 @@ class ModelShape:
     this rank, `gradients`: their elements that the optimizer steps, `slot_bytes`: of the largest piece's state (null: what
     placement, elements and `part_elements` say). `kept`: what forwards keep for backwards (null: nothing). `suf`: the unit of
     what the suffix alone uses (null: that belongs to `pre`); `apart`: the units outside the layers that are away where other
-    code runs, see `Outside`. `network`: how the ranks lie on nodes (null: collectives take no time). `state_files`: of units in
-    another share than the placement's, the elements that this rank steps and whose state is in files. Raises CostsError.
+    code runs, see `Outside`. `network`: how the ranks lie on nodes (null: collectives take no time). `state_places`: of units
+    with other shares than the placement's, the elements whose state this rank has in files and in memory. Raises CostsError.
     """
 
     pre_elements: int
@@ -71,7 +71,7 @@ class ModelShape:
     suf: SufShape | None = None
     apart: tuple[Unit, ...] = ()
     network: Network | None = None
-    state_files: tuple[tuple[Unit, float], ...] = ()
+    state_places: tuple[tuple[Unit, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layer_elements:
@@ -162,12 +162,13 @@ class ModelShape:
         return self.gradients[1 + unit if isinstance(unit, int) else 0] / self.num_shards
 
 
-def state_in_files(shape: ModelShape, unit: Unit | None) -> float:
-    """Of the elements of a unit that this rank's optimizer steps, those whose state is in files."""
-    for other, elements in shape.state_files:
+def state_elements(shape: ModelShape, unit: Unit | None) -> tuple[float, float]:
+    """Of the elements of a unit that this rank's optimizer steps, those whose state is in files, and those with it in memory."""
+    for other, in_files, in_memory in shape.state_places:
         if other == unit:
-            return elements
-    return shape.stepped(unit) * shape.in_files(TensorKind.STATE)
+            return in_files, in_memory
+    in_files = shape.stepped(unit) * shape.in_files(TensorKind.STATE)
+    return in_files, shape.stepped(unit) - in_files
 
 
 def outside_elements(shape: ModelShape) -> int:

@@ -77,6 +77,10 @@ class RunInfo:
         early, delayed = sum(self.early_elements.values()), sum(self.delayed_elements.values())
         return early / (early + delayed) if early + delayed else 0.0
 
+    def _stepped(self, unit: Unit) -> int:
+        """Elements of a unit that this rank steps where the schedule says."""
+        return self.early_elements[unit] + self.delayed_elements[unit]
+
     def shape(self, rates: Mapping[str, float]) -> ModelShape:
         """The model for `costs`; `rates` are those of `ds-vertical limits`, whose seconds are those of one block."""
         per_layer = self.blocks_per_layer
@@ -97,7 +101,7 @@ class RunInfo:
             placement=self.placement,
             suf=SufShape(self.elements[SUF], self.elements[SUF]) if SUF in self.elements else None,
             apart=self.apart,
-            state_files=tuple(self.file_elements.items()),
+            state_places=tuple((unit, count, self._stepped(unit) - count) for unit, count in self.file_elements.items()),
         )
 
 

@@ -233,7 +233,7 @@ def test_state_in_memory_is_stepped_late_and_moves_no_bytes(state: float) -> Non
 
 
 def test_units_may_have_other_shares_of_their_state_in_memory() -> None:
-    shape = replace(SHAPE, placement=Placement.of(state_on_ssd=0.4), state_files=((PRE, 0.0), (0, 600.0)))
+    shape = replace(SHAPE, placement=Placement.of(state_on_ssd=0.4), state_places=((PRE, 0.0, 100.0), (0, 600.0, 400.0)))
     for parts, expected in ((None, [0, 7200, 4800]), ({(0, "e0"): 450, (0, "d0"): 550}, [5400, 1800])):
         events = parse_events("preSTEP 0STEP 1STEP" if parts is None else "0STEP.e0 0STEP.d0@-1")
         costs = event_costs(events, MACHINE, shape, parts)
