@@ -163,7 +163,7 @@ class ModelShape:
 
 
 def state_elements(shape: ModelShape, unit: Unit | None) -> tuple[float, float]:
-    """Of the elements of a unit that this rank's optimizer steps, those whose state is in files, and those with it in memory."""
+    """Of the elements of a unit that this rank's optimizer steps, those with their state in files, and in memory."""
     for other, in_files, in_memory in shape.state_places:
         if other == unit:
             return in_files, in_memory

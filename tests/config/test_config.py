@@ -300,7 +300,10 @@ def test_every_key_has_a_description() -> None:
         ({"on_nonfinite": "ignore"}, 'vertical_schedule.on_nonfinite: got "ignore"; need "skip" or "stop"; write e.g. "skip"'),
         ({"on_nonfinite": None}, "vertical_schedule.on_nonfinite: got null; need"),
         ({"gradient_host_share": 2}, "vertical_schedule.gradient_host_share: got 2; need a number from 0 to 1, or null"),
-        ({"optimizer_host_share": -0.1}, "vertical_schedule.optimizer_host_share: got -0.1; need a number from 0 to 1, or null"),
+        (
+            {"optimizer_host_share": -0.1},
+            "vertical_schedule.optimizer_host_share: got -0.1; need a number from 0 to 1, or null",
+        ),
         ({"keep_gradients": 1}, "vertical_schedule.keep_gradients: got 1; need true or false"),
         ({"optimizer_delay": "auto"}, 'vertical_schedule.optimizer_delay: got "auto" ('),
         ({"order": "snake"}, 'vertical_schedule.order: got "snake"; need "vertical" or "horizontal"'),

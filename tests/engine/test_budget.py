@@ -67,7 +67,7 @@ def stock_buffers(engine: Any) -> list[torch.Tensor]:
         ({"clip": 1.0, "optimizer": "cpu"}, {"optimizer_delay": 1.0}),
         ({"clip": 0.0, "sub_group_size": 300_001}, {"overlap": False, "optimizer_delay": 0.5}),
         ({"clip": 0.0}, {"optimizer_host_share": 0.6, "optimizer_delay": 0.5}),
-        ({"clip": 1.0}, {"optimizer_host_share": 1.0, "gradient_host_share": 0.5}),
+        ({"clip": 1.0}, {"optimizer_host_share": 1.0}),
     ],
     ids=[
         *("speculating", "early, small chunks", "some in host memory", "state in host memory", "one at a time"),

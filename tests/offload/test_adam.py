@@ -16,7 +16,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_vertical.offload.chunking import ALIGNMENT, LANE, ChunkPiece, Cut, Part, adam_cuts, chunk_layout, split_chunk, spread_params
+from ds_vertical.offload.chunking import (
+    ALIGNMENT,
+    LANE,
+    ChunkPiece,
+    Cut,
+    Part,
+    adam_cuts,
+    chunk_layout,
+    split_chunk,
+    spread_params,
+)
 from ds_vertical.offload.cpu_adam import AdamSettings, CpuAdam
 
 

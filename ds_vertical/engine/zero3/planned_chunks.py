@@ -86,6 +86,9 @@ class PlannedShards:
     def _goes_to_ssd(self, param: nn.Parameter) -> bool:
         return self._json.params_in_files and self.numel(param) * self.param_bytes >= self._json.least_bytes
 
+    def _rests_in_host(self, param: nn.Parameter) -> bool:
+        return id(param) in self._in_host
+
     def _on_device(self) -> set[int]:
         """By id the parameters that stay there. (Under a limit for the whole model stock goes through it in another order.)"""
         params = [param for params in self._layers.units.values() for param in params]
@@ -97,13 +100,12 @@ class PlannedShards:
         passed = 0
         for unit in self._layers.in_chunk_order(self._json.params_in_files):
             members = (param for param in group if self._unit_of[id(param)] == unit)
-            stays, rests = self._persistent.__contains__, self._in_host.__contains__
             largest = self._json.sub_group_size
-            layout = chunk_layout(members, self.numel, lambda p: stays(id(p)), largest, lambda p: rests(id(p)))
+            layout = chunk_layout(members, self.numel, lambda p: id(p) in self._persistent, largest, self._rests_in_host)
             for params, persistent in layout:
                 sizes = tuple(map(self.numel, params))
                 passed += sum(sizes)
-                in_files = self._json.state_in_files and not rests(id(params[0]))
+                in_files = self._json.state_in_files and not self._rests_in_host(params[0])
                 in_files = in_files and sum(sizes) * FP32_BYTES >= self._json.least_bytes
                 params_in_files = self._json.params_in_files and passed > self._json.max_in_cpu
                 yield PlannedChunk(unit, tuple(params), sizes, in_files, params_in_files, persistent)
