@@ -93,9 +93,8 @@ def vertical_traffic(
     elements, stepped = shape.num_elements / shape.num_shards, shape.stepped_elements / shape.num_shards
     each = shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
     gradients = stepped * shape.gradient_bytes * (waiting * shape.in_files(TensorKind.GRADIENTS))
-    in_files = shape.in_files(TensorKind.STATE)
-    state = stepped * shape.state_bytes * (in_files + redone if in_files else 0.0)  # what is redone has its state in files
-    steps = 1.0 + redone
+    in_files, steps = shape.in_files(TensorKind.STATE), 1.0 + redone  # what is redone has its state in files
+    state = stepped * shape.state_bytes * (in_files + redone if in_files else 0.0)
     return Traffic(
         parameters_read=elements * each * fetches,
         gradients_read=gradients,

@@ -173,16 +173,17 @@ def test_a_share_of_the_state_that_does_not_fit_is_refused_with_the_largest_that
         forecast = memory_check.Forecast(layers, groups, config, resolve(load_section(config), 0))
         return memory_check.check_memory(forecast, model.parameters(), limit)[1]
 
-    none, everything = needed(0.0, 8 << 30), needed(1.0, 8 << 30)
-    assert everything - none > 12 * 6 * 1024**2  # six matrices, and gradients that wait
-    limit = (none + everything) // 2
+    none, most = needed(0.0, 8 << 30), needed(0.8, 8 << 30)
+    assert most - none > 12 * 4 * 1024**2  # four of the six matrices; gradients wait in memory, too
+    limit = (none + most) // 2
     with pytest.raises(MemoryBudgetError) as refused:
-        needed(1.0, limit)
-    assert "optimizer state at rest" in str(refused.value) and "vertical_schedule.optimizer_host_share\n" in str(refused.value)
-    (advised,) = re.findall(r'"vertical_schedule.optimizer_host_share": (\S+) \(now 1\)', str(refused.value).splitlines()[0])
-    assert 0 < float(advised) < 1 and needed(float(advised), limit) <= limit
+        needed(0.8, limit)
+    first, *table = str(refused.value).splitlines()
+    assert any(re.match(r"host +optimizer state at rest .* vertical_schedule.optimizer_host_share$", line) for line in table)
+    (advised,) = re.findall(r'"vertical_schedule.optimizer_host_share": (\S+) \(now 0.8\)', first)
+    assert 0.2 < float(advised) < 0.7 and needed(float(advised), limit) <= limit
     with pytest.raises(MemoryBudgetError):
-        needed(0.9, limit)
+        needed(float(advised) + 0.05, limit)
 
 
 def train_one_step(config: dict[str, Any]) -> None:
