@@ -10,8 +10,9 @@ and the first step of each arm does not count. The bytes of a step are what a ho
 rank's start and the last rank's end. The little that the ranks of waiting arms send each other meanwhile is among them.
 
 `--slow nodeB:25`, or `--slow B:25`, gives nodeB a quarter of its half of the cores; the other host then has its half and no
-more. With the arm `uneven` 16 micro-batches of 128 tokens are the default, and the first 3 steps of each arm do not count: so
-long the ranks settle how many each of them takes. The benchmark needs root. Nothing else may run on the machine.
+more. With `uneven` and the arms of acco 16 micro-batches of 128 tokens are the default. With `uneven` the first 3 steps of each
+arm do not count: so long the ranks settle how many each of them takes. The benchmark needs root. Nothing else may
+run on the machine. All arms are in memory at a time: name two at a time of those whose state rests there.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ def _at_once(vertical: Config) -> Config:
     return {**vertical, "vertical_schedule": {**vertical["vertical_schedule"], "overlap": False}}
 
 
-def _elastic(vertical: Config) -> Config:
-    """The vertical arm, whose faster ranks take more micro-batches."""
-    return {**vertical, "vertical_schedule": {**vertical["vertical_schedule"], "elastic": {}}}
+def _elastic(vertical: Config, **keys: int) -> Config:
+    """The vertical arm, whose faster ranks take more micro-batches. `keys`: of the section's `elastic`."""
+    return {**vertical, "vertical_schedule": {**vertical["vertical_schedule"], "elastic": keys}}
 
 
 def _in_memory(config: Config) -> Config:
@@ -75,9 +76,15 @@ def _in_memory(config: Config) -> Config:
     return {**config, "zero_optimization": zero}
 
 
-def _in_halves(vertical: Config, copies: str) -> Config:
-    """The vertical arm with two halves a step, all in host memory. `copies`: of the weights, each rank's or each node's."""
+def _exact(vertical: Config) -> Config:
+    """The vertical arm with all in host memory, and with what backwards read kept, which halves do not choose by themselves."""
     made = _in_memory(vertical)
+    return {**made, "vertical_schedule": {**made["vertical_schedule"], "activations": {"keep": "everything"}}}
+
+
+def _in_halves(vertical: Config, copies: str) -> Config:
+    """The exact arm with two halves a step. `copies`: of the weights, each rank's or each node's."""
+    made = _exact(vertical)
     return {**made, "vertical_schedule": {**made["vertical_schedule"], "acco": {"copies": copies}}}
 
 
@@ -102,9 +109,10 @@ ARMS: Final[dict[str, Callable[[Config, Config, int], Config]]] = {
     "levels": lambda vertical, stock, ranks: _over_levels(vertical, ranks),
     "int8": lambda vertical, stock, ranks: _over_levels(vertical, ranks, **_INT8),
     "int8_int4": lambda vertical, stock, ranks: _over_levels(vertical, ranks, **_INT8_INT4),
-    "exact": lambda vertical, stock, ranks: _in_memory(vertical),  # beside "acco"
+    "exact": lambda vertical, stock, ranks: _exact(vertical),  # beside "acco"
     "acco": lambda vertical, stock, ranks: _in_halves(vertical, "rank"),
     "acco_node": lambda vertical, stock, ranks: _over_levels(_in_halves(vertical, "node"), ranks),
+    "acco_uneven": lambda vertical, stock, ranks: _elastic(_in_halves(vertical, "rank"), min_micro_batches=2),
     "stock_zero1": lambda vertical, stock, ranks: _zero_1(stock),
     "stock": lambda vertical, stock, ranks: _stock_on_cpu(stock),
     "stock_hpz": lambda vertical, stock, ranks: _over_levels(_stock_on_cpu(stock), ranks),
@@ -317,19 +325,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, help="JSON of the vertical arm (default: configs/MODEL_cpu.json)")
     parser.add_argument("--rate", type=_rate, help="of the link in each direction, as tc(8) writes it (default: unlimited)")
     parser.add_argument("--arms", type=_arms, default=["flat"], metavar="ARM,ARM", help=", ".join(ARMS))
-    parser.add_argument("--micro-batches", type=int, help="of each rank (default: 4, and 16 with the arm uneven)")
+    parser.add_argument("--micro-batches", type=int, help="of each rank (default: 4, and 16 with the arms uneven and acco)")
     parser.add_argument("--steps", type=int, default=5, help="steps of each arm, besides first ones that do not count")
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--slow", type=_slow, metavar="NODE:PERCENT", help="of the half of all cores that is the host's")
-    parser.add_argument("--tokens", type=int, help="tokens of a sample (default: 8, and 128 with the arm uneven)")
+    parser.add_argument("--tokens", type=int, help="tokens of a sample (default: 8, and 128 with the arms uneven and acco)")
     parser.add_argument("--clip", type=float, default=0.0, help="gradient_clipping")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--folder", type=Path, help="on the SSD, for all files of the run (default: that for temporary files)")
     parser.add_argument("--json", type=Path, help="write the result there")
     options = parser.parse_args(argv)
-    uneven = "uneven" in options.arms
-    options.micro_batches = options.micro_batches or (16 if uneven else 4)
-    options.tokens = options.tokens or (128 if uneven else 8)
+    longer = bool({"uneven", "acco", "acco_node", "acco_uneven"} & set(options.arms))
+    options.micro_batches = options.micro_batches or (16 if longer else 4)
+    options.tokens = options.tokens or (128 if longer else 8)
     return options
 
 

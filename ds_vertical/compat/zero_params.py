@@ -188,6 +188,29 @@ def guard_parameters(
             setattr(swapper, name, _after(before, _noting(writing, refused, written, getattr(swapper, name))))
 
 
+def note_updates(params: Iterable[ZeroParam], updated: Callable[[], None]) -> None:
+    """Call `updated` behind each partition in which shards take new values from full parameters, as at the end of a
+    GatheredParameters with a `modifier_rank`, on all ranks."""
+    for param in params:
+        param.partition = _updating(updated, param.partition)
+
+
+def _updating(updated: Callable[[], None], partition: Callable[..., None]) -> Callable[..., None]:
+    def noted(
+        param_list: Sequence[ZeroParam] | None = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        try:
+            partition(param_list, hierarchy, has_been_updated, free_data)
+        finally:
+            if has_been_updated:
+                updated()
+
+    return noted
+
+
 def _after(before: Callable[[], None], then: Callable[P, R]) -> Callable[P, R]:
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         before()

@@ -32,7 +32,7 @@ from ds_vertical.planner import memory_budget
 from ds_vertical.planner.memory_budget import STATE_SHARE, BudgetItem, BudgetTerms
 from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.schedule.events import Unit
-from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, LevelSettings, Placement, RunSettings, TensorKind, Tier
+from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, Placement, RunSettings, TensorKind, Tier
 
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
 _LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
@@ -40,7 +40,6 @@ _HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes s
 _MEASURED: Final = "(measured)"
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
 _LEVELS: Final = "zero_optimization.zero_hpz_partition_size"
-_ACCO = "vertical_schedule.acco"
 _SHARES: Final = 20  # of the state in host memory, tried for a refusal's advice
 
 
@@ -202,7 +201,7 @@ class Forecast:
             BudgetItem(Tier.HOST, "scaled gradient", scaled, "gradient_clipping"),
             BudgetItem(Tier.HOST, "parameters that stay fp32", self._wide_bytes, "(their dtype)"),
             BudgetItem(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
-            *_level_items(self._layers, self._resolved.levels, self._param_bytes),
+            *_level_items(self._layers, self._resolved, self._param_bytes),
             *_acco_items(self._layers, self._resolved, self._param_bytes),
         )
 
@@ -285,12 +284,16 @@ def _reduce_bytes(chunks: Sequence[PlannedChunk], num_shards: int, one_memory: b
     return min(largest, NORM_ELEMENTS) * stock_config.norm_bytes() + copied
 
 
-def _level_items(layers: LayerMap, levels: LevelSettings, param_bytes: int) -> tuple[BudgetItem, ...]:
+def _level_items(layers: LayerMap, resolved: RunSettings, param_bytes: int) -> tuple[BudgetItem, ...]:
     """With collectives over levels: this rank's parts of the copies that the node keeps, on the device where they stand there,
-    and what a reduction sends and receives beside its sums."""
+    and what a reduction sends and receives beside its sums. The copies of two halves a step are counted by `_acco_items`."""
+    levels = resolved.levels
     if levels.share is None:
         return ()
     numels = {unit: sum(map(zero_params.full_numel, params)) for unit, params in layers.units.items()}
+    sent = BudgetItem(Tier.HOST, "gradients sent over levels", 2 * FP32_BYTES * max(numels.values()), _LEVELS)
+    if resolved.acco is not None:
+        return (sent,)
     copied = sorted((numel for unit, numel in numels.items() if isinstance(unit, int)), reverse=True)
     outside = layers.outside.units if levels.copy_on_device else [unit for unit in layers.outside.apart if unit == PRE]
     copied += [numels[unit] for unit in outside]
@@ -298,23 +301,17 @@ def _level_items(layers: LayerMap, levels: LevelSettings, param_bytes: int) -> t
     place, what = (Tier.DEVICE, "standing copies") if levels.copy_on_device else (Tier.HOST, "copies")
     return (
         BudgetItem(place, f"{what} of the weights", copies, "vertical_schedule.levels.copy_share"),
-        BudgetItem(Tier.HOST, "gradients sent over levels", 2 * FP32_BYTES * max(numels.values()), _LEVELS),
+        sent,
     )
 
 
 def _acco_items(layers: LayerMap, resolved: RunSettings, param_bytes: int) -> tuple[BudgetItem, ...]:
-    """With two halves a step: both copies of the weights, this rank's predicted shards (`acco.prediction`, [Note: two
-    predictions]), and its shares of the first half's gradients."""
+    """What two halves a step take besides."""
     if resolved.acco is None:
         return ()
-    numel, key = sum(zero_params.full_numel(param) for params in layers.units.values() for param in params), f"{_ACCO}.copies"
-    copies = -(-2 * numel * param_bytes // resolved.levels.ranks_per_node)
-    own = -(-numel // distributed_ranks.world_size())
-    return (
-        BudgetItem(Tier.DEVICE, "two copies of the weights", copies, key),
-        BudgetItem(Tier.HOST, "predicted shards", 2 * own * param_bytes, _ACCO),
-        BudgetItem(Tier.HOST, "gradients of half a step", own * FP32_BYTES, _ACCO),
-    )
+    numel = sum(zero_params.full_numel(param) for params in layers.units.values() for param in params)
+    ranks = distributed_ranks.world_size(), resolved.levels.ranks_per_node
+    return memory_budget.halves_items(numel, param_bytes, FP32_BYTES, *ranks)
 
 
 def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[list[nn.Parameter]]:

@@ -107,6 +107,21 @@ def norm_copy(largest_parameter: int, one_memory: bool) -> BudgetItem:
     return BudgetItem(Tier.HOST, "fp64 copy for a norm", num_bytes, "(largest parameter)")
 
 
+def halves_items(
+    num_elements: int, param_bytes: int, gradient_bytes: int, num_ranks: int, copy_ranks: int
+) -> tuple[BudgetItem, ...]:
+    """What a rank needs besides where a step has two halves (`schedule.halves`): two copies of the weights, shared by
+    `copy_ranks` ranks, and this rank's shares of the predicted weights (`engine.acco.prediction`, [Note: two predictions]) and
+    of the first half's gradients. `num_elements`: of the model."""
+    own, acco = -(-num_elements // num_ranks), "vertical_schedule.acco"
+    copies = -(-2 * num_elements * param_bytes // copy_ranks)
+    return (
+        BudgetItem(Tier.DEVICE, "two copies of the weights", copies, f"{acco}.copies"),
+        BudgetItem(Tier.HOST, "predicted shards", 2 * own * param_bytes, acco),
+        BudgetItem(Tier.HOST, "gradients of half a step", own * gradient_bytes, acco),
+    )
+
+
 def layer_buffers(window: int, num_layers: int) -> int:
     """Host buffers for layers: of those in the window, of the one that computes, of those whose steps are under way."""
     return min(max(window + MAX_STEPS, LEAD) + 1, num_layers)

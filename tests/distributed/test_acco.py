@@ -4,6 +4,7 @@ commit where both halves have the same micro-batches."""
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import acco_worker
 import pytest
 import torch
-from acco_worker import ADAM, CURVATURES, NUM_DESCENTS, Batch, Model, batches
+from acco_worker import ADAM, CURVATURES, NUM_DESCENTS, VOCAB, Batch, Model, batches
 from harness import differing, largest_relative
 from processes import start_ranks
 from rank_groups import Found, Groups
@@ -181,6 +182,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
         {"name": "evaluated", "kind": "evaluated"},
         {"name": "poisoned late", "kind": "poisoned", "first": 2},
         {"name": "written", "kind": "written"},
+        {"name": "gathered", "kind": "gathered"},
         {"name": "checked", "section": {"self_check": True}},
         *_bowls(RATES[0]),
         *_bowls(RATES[2]),
@@ -279,6 +281,14 @@ def test_gradients_that_are_not_finite_are_skipped_and_nothing_is_predicted(two:
 @pytest.mark.slow
 def test_a_master_that_a_user_writes_ends_the_prediction(two: Groups) -> None:
     assert [(rank["before"], rank["behind"]) for rank in two["written"]] == [(True, False)] * 2
+
+
+@pytest.mark.slow
+def test_a_weight_that_a_user_writes_is_seen_by_both_halves(two: Groups) -> None:
+    """All logits are then 0, so the loss is the logarithm of their number. To read a weight changes nothing."""
+    for rank in two["gathered"]:
+        assert rank["before"] and rank["read"]
+        assert rank["loss"] == pytest.approx(math.log(VOCAB), rel=1e-6)
 
 
 def test_a_rank_without_a_micro_batch_for_each_half_is_refused_on_all_ranks(two: Groups) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 # run as a script, so this folder is first on the path
+import deepspeed
 import harness
 import torch
 from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
@@ -289,6 +290,22 @@ def written(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         return {"before": before, "behind": engine._steps._prediction.is_there}
 
 
+def gathered(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """Behind two steps a user writes a weight: the loss of the next step, both halves of which see that."""
+    steps = job.batches(rank)
+    with harness.running(job.config(folder), Model, vertical=True) as (engine, model):
+        for step in steps[:2]:
+            engine.train_batch(iter(step))
+        before, head = engine._steps._prediction.is_there, list(model.head.parameters())
+        with deepspeed.zero.GatheredParameters(head):
+            pass
+        read = engine._steps._prediction.is_there
+        with deepspeed.zero.GatheredParameters(head, modifier_rank=0), torch.no_grad():
+            for param in head:
+                param.zero_()
+        return {"before": before, "read": read, "loss": engine.train_batch(iter(steps[2])).item()}
+
+
 def told(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     """What `initialize`, or else the first step, says."""
     try:
@@ -319,7 +336,7 @@ def descend(job: Job, folder: Path, rank: int) -> dict[str, Any]:
 
 KINDS = {
     **{"train": train, "untouched": untouched, "resumed": resumed, "evaluated": evaluated, "failing": failing},
-    **{"descend": descend, "poisoned": poisoned, "written": written, "told": told, "by calls": by_calls},
+    **{"descend": descend, "poisoned": poisoned, "written": written, "gathered": gathered, "told": told, "by calls": by_calls},
 }
 
 

@@ -24,6 +24,7 @@ from ds_vertical.planner import machine as profile
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.candidate import Candidate, into_node_bytes, most_micro_batches
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
+from ds_vertical.planner.half_steps import TwoHalves, two_halves
 from ds_vertical.planner.machine import Profile, read_links
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of, without_frozen
 from ds_vertical.planner.network import Network
@@ -34,6 +35,7 @@ _BAD_INPUT, _NO_PLAN = 2, 1
 _DAY_S = 86400
 _TIMED_SIZES = (1, 2, 4)  # sequences per micro-batch that are timed; larger ones follow from the last two
 _IN_PLACE = 'on_nonfinite "stop": early steps in place, one generation of files on SSD; a norm that is not finite ends the run'
+_WORTH = 0.99  # of the exact step's seconds: from there on acco is recommended
 _LEVELS_ASSUMED = "that runs on GPUs have levels, which they refuse so far"
 _EXAMPLE = """example:
   ds-vertical limits --path /ssd
@@ -269,6 +271,7 @@ def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespa
         "ranks_per_node": options.num_ranks,
         "into_node_bytes": into_node_bytes(chosen),
         "elastic": _elastic(chosen, task, _limits(machine, options)),
+        "acco": _acco(two_halves(chosen), chosen),
         "menu": _menu(chosen),
         "memory": [asdict(item) for item in chosen.items],
         "ssd_bytes": chosen.ssd_bytes,
@@ -285,6 +288,19 @@ def _elastic(chosen: Candidate, task: Task, limits: TierBytes) -> JsonObject | N
         return None
     most = task.num_ranks * (chosen.choice.num_micro_batches - 1) + 1  # each other rank brings one at least
     return {"most": most, "fitting": most_micro_batches(chosen, limits, most)}
+
+
+def _acco(halves: TwoHalves | None, chosen: Candidate) -> JsonObject | None:
+    """What a step of two halves would take; None where acco does not train."""
+    if halves is None:
+        return None
+    short = {tier.value: num_bytes for tier, num_bytes in halves.short.items()}
+    return {
+        "copies": halves.copies,
+        "step_s": halves.step_s,
+        "step_over_chosen": halves.step_s / chosen.estimate_s,
+        "short": short,
+    }
 
 
 def _menu(chosen: Candidate) -> list[JsonObject]:
@@ -327,6 +343,24 @@ def _elastic_lines(found: JsonObject) -> list[str]:
         return [f"ranks of unequal speed: a rank has room for {most} micro-batches, the most that elastic may give it"]
     bound = f'"elastic": {{"max_micro_batches": {fitting}}}'
     return [f"ranks of unequal speed: a rank has room for {fitting} micro-batches; with elastic, write {bound}"]
+
+
+def _acco_lines(found: JsonObject) -> list[str]:
+    """Whether two halves a step are worth the try, which only a faster step can be: they are not exact."""
+    acco = found["acco"]
+    if acco is None:
+        return []
+    would = f"acco (two halves a step, not exact): {acco['step_s']:.2f} s a step ({acco['step_over_chosen'] - 1:+.1%})"
+    if acco["short"]:
+        lacking = ", ".join(f"{num_bytes / 1e9:.1f} GB of {tier} memory" for tier, num_bytes in acco["short"].items())
+        return [f"{would}, and a rank lacks {lacking} for it"]
+    if acco["step_over_chosen"] > _WORTH:
+        return [f"{would}: not worth it here"]
+    size = {} if acco["copies"] == "rank" else {"zero_hpz_partition_size": found["ranks_per_node"]}
+    keys = ", ".join(f'"{key}": {value}' for key, value in size.items())
+    beside = f" and {keys} in zero_optimization" if size else ""
+    own = f'"acco": {{"copies": "{acco["copies"]}"}} in vertical_schedule{beside}'
+    return [f'{would}: where the loss allows it (docs/acco.md), write {own}, and "cpu" as both offload devices']
 
 
 def _nodes_lines(found: JsonObject) -> list[str]:
@@ -394,7 +428,7 @@ def plan_lines(found: JsonObject) -> list[str]:
         f" {found['stock']['step_s']:.2f} s or more ({found['stock']['step_s'] / found['step_s']:.2f} x)",
         "busy: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found["busy_s"].items()),
     ]
-    shown += ([_IN_PLACE] if setting["in_place"] else []) + _nodes_lines(found) + _elastic_lines(found)
+    shown += ([_IN_PLACE] if setting["in_place"] else []) + _nodes_lines(found) + _elastic_lines(found) + _acco_lines(found)
     shown += [f"instead: {other['differs']}: {other['step_over_chosen'] - 1:+.1%}" for other in found["others"]]
     read = sum(value for key, value in traffic.items() if key.endswith("_read"))
     written = sum(value for key, value in traffic.items() if key.endswith("_written"))

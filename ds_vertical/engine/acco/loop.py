@@ -14,6 +14,7 @@ from typing import Final, NoReturn
 
 import torch
 
+from ds_vertical.compat import zero_params
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.step_shares import Counts
 from ds_vertical.engine.acco.copies import TwoValues
@@ -63,6 +64,8 @@ class HalvesLoop(VerticalLoop):
         self._first = FirstHalf(optimizer.driver, weights.tentative)
         self._second = SecondHalf(optimizer.driver, weights.tentative, optimizer.gradients)
         optimizer.after_writes.append(weights.prediction.forget)
+        every = (param for params in parts.layers.units.values() for param in params)
+        zero_params.note_updates(every, weights.prediction.forget)
 
     def train_window(self, bodies: Sequence[Body], counts: Counts, batches: Sequence[object]) -> NoReturn:  # override
         """Raises LoopError."""

@@ -1,0 +1,87 @@
+"""What a step of two halves (`vertical_schedule.acco`) would take in the place of a plan's exact step.
+
+A half is simulated as every schedule is: steady halves, one behind the other, each of which makes the next one's values
+(`schedule.halves`). A step is two of them. Weights, state and gradients rest in host memory: acco takes them from nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ds_vertical.planner import linear_program, memory_budget
+from ds_vertical.planner.candidate import Candidate
+from ds_vertical.planner.network import Network
+from ds_vertical.schedule.passes import TrainingStep
+from ds_vertical.types import Placement, TensorKind, TierBytes
+
+Copies = Literal["rank", "node"]
+
+
+@dataclass(frozen=True)
+class HalfStep(Candidate):
+    """One of the two halves: `step_s` and `estimate_s` are its seconds."""
+
+    def _training(self, num_layers: int) -> TrainingStep:  # override
+        units = frozenset(self.shape.outside.around(range(num_layers)))
+        halves = {"halves": True, "made": units, "standing": units, "copy_share": 1.0}
+        return replace(super()._training(num_layers), **halves, reduces_beside=True)
+
+
+@dataclass(frozen=True)
+class TwoHalves:
+    """A step of two halves. `copies`: as the section has it. `short`: bytes that a rank lacks of a tier, by tier; where there
+    are any, the step is not for this machine."""
+
+    copies: Copies
+    step_s: float
+    short: TierBytes
+
+
+def two_halves(exact: Candidate) -> TwoHalves | None:
+    """The fastest step of two halves that fits, with the sizes of an exact plan; where none fits, the fastest. None where acco
+    does not train: one rank, an odd number of micro-batches, a device with memory of its own."""
+    network = exact.shape.network
+    if network is None or exact.choice.num_micro_batches % 2 or not exact.machine.one_memory:
+        return None
+    found = [_two_halves(exact, copies, network) for copies in _all_copies(network)]
+    return min(found, key=lambda each: (bool(each.short), each.step_s))
+
+
+def _all_copies(network: Network) -> Iterator[Copies]:
+    """Copies of a node are for several nodes of several ranks."""
+    yield "rank"
+    if network.num_nodes > 1 and network.ranks_per_node > 1:
+        yield "node"
+
+
+def _two_halves(exact: Candidate, copies: Copies, network: Network) -> TwoHalves:
+    sharing = network.ranks_per_node if copies == "node" else 1
+    placement = _in_memory(exact.shape.placement)
+    apart = replace(network, levels=True, copy_share=1.0, copy_ranks=sharing, sum_ranks=sharing, stands=True)
+    shape = replace(exact.shape, placement=placement, kept=None, generations=1, network=apart)
+    count = exact.choice.num_micro_batches // 2
+    plain = {"delay": 1.0, "early": False, "kept": None, "in_place": False, "levels": None, "speculation": False}
+    choice = replace(exact.choice, num_micro_batches=count, placement=placement, **plain)
+    terms = replace(exact.case.terms, num_micro_batches=count, held_share=1.0)
+    case = replace(exact.case, shape=shape, terms=terms, delay=1.0, early=False, menu=None)
+    half = HalfStep(choice, case, 0.0, ())
+    return TwoHalves(copies, 2 * half.estimate_s, _short(half, network, sharing))
+
+
+def _in_memory(placement: Placement) -> Placement:
+    """Nothing on SSD but activations."""
+    for kind in (TensorKind.STATE, TensorKind.PARAMETERS, TensorKind.GRADIENTS):
+        placement = placement.with_shares(kind, {})  # in their first tier
+    return placement
+
+
+def _short(half: HalfStep, network: Network, sharing: int) -> TierBytes:
+    """The budget has the copies among what acco takes besides, and not among the levels'."""
+    shape = replace(half.shape, network=replace(network, levels=False, copy_ranks=None, sum_ranks=None))
+    own = memory_budget.halves_items(shape.num_elements, shape.param_bytes, shape.gradient_bytes, network.num_ranks, sharing)
+    case = replace(half.case, shape=shape, further=(*half.case.further, *own))
+    needed = {tier: linear_program.tier_bytes(case, shape.placement, tier) for tier in half.case.limits}
+    limits = ((tier, limit) for tier, limit in half.case.limits.items() if limit is not None)
+    return {tier: needed[tier] - limit for tier, limit in limits if needed[tier] > limit}

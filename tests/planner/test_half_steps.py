@@ -1,0 +1,133 @@
+"""What the planner says of two halves a step: seconds against the links' by hand, memory, and when it recommends them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ds_vertical.cli import main
+from ds_vertical.planner import linear_program, memory_budget
+from ds_vertical.planner import machine as profile
+from ds_vertical.planner.candidate import Candidate, Choice
+from ds_vertical.planner.half_steps import HalfStep, two_halves
+from ds_vertical.planner.linear_program import LpProblem
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.planner.network import Network
+from ds_vertical.planner.simulate import SimulationSettings, simulate
+from ds_vertical.schedule.events import Op
+from ds_vertical.schedule.passes import TrainingStep, build_training
+from ds_vertical.types import Placement, Tier
+
+_IN_MEMORY = Placement.of(parameters_on_ssd=0.0, state_on_ssd=0.0)
+_NUMEL, _LAYERS = 1000, 6
+
+
+def exact(
+    cross_bytes_per_s: float, *, num_ranks: int = 4, num_nodes: int = 2, micro_batches: int = 8, host: float = 1e9
+) -> Candidate:
+    """An exact delayed step of six layers, all in memory: 8 micro-batches compute for 8 x 6 x (0.1 + 0.3) s."""
+    machine = Machine(1e6, 1e6, 1e9, 2, one_memory=True, net_local_bytes_per_s=1e9, net_cross_bytes_per_s=cross_bytes_per_s)
+    network = Network(num_nodes, num_ranks // num_nodes, reduces_twice=True) if num_ranks > 1 else None
+    shape = ModelShape(0, (_NUMEL,) * _LAYERS, 0.1, 0.2, 4, num_shards=num_ranks, network=network, placement=_IN_MEMORY)
+    terms = memory_budget.BudgetTerms(micro_batches, one_memory=True)
+    limits = {Tier.DEVICE: None, Tier.HOST: host, Tier.SSD: None}
+    choice = Choice(1, micro_batches, 1, 1, 1.0, False, _IN_MEMORY)
+    return Candidate(choice, LpProblem(shape, machine, terms, limits, 1.0, False), 0.0, ())
+
+
+def test_make_waits_for_the_norm_that_decides_it() -> None:
+    units = ("pre", *range(_LAYERS))
+    step = TrainingStep(_LAYERS, 2, delayed=True, copy_share=1.0, standing=units, halves=True, made=frozenset(units))
+    given, schedule = exact(500.0), build_training(step)  # the last gradients take 4 s
+    shape = replace(given.shape, network=Network(2, 2, levels=True, stands=True))
+    found = simulate(schedule, given.machine, shape, SimulationSettings(steps=3))
+    count = len(schedule.events)
+    for half in (1, 2):
+        norm = next(found.end_s[(half - 1) * count + i] for i, e in enumerate(schedule.events) if e.op is Op.NORM)
+        makes = [half * count + index for index, event in enumerate(schedule.events) if event.op is Op.MAKE]
+        assert len(makes) == _LAYERS + 1
+        starts = [span.start_s for span in found.spans if span.index in makes]
+        assert starts and min(starts) >= norm
+
+
+def test_a_slow_link_carries_weights_and_gradients_twice() -> None:
+    given = exact(1.0)
+    found = two_halves(given)
+    assert found is not None and found.copies == "node" and not found.short
+    into_node = _LAYERS * _NUMEL * (2 + 4) / 2  # with a copy for each node
+    assert found.step_s == pytest.approx(2 * into_node, rel=0.02)
+    assert found.step_s < given.estimate_s  # which has one level: more bytes cross
+
+
+def test_a_link_that_fits_behind_half_of_the_computation_is_hidden() -> None:
+    """A half computes for 9.6 s, and all of its weights and gradients take 3 s. Exposed are the last gradients of each half."""
+    found, computes_s = two_halves(exact(6000.0)), 8 * _LAYERS * (0.1 + 0.3)
+    assert found is not None
+    last_s = _NUMEL * 4 / 2 / 6000.0
+    assert found.step_s == pytest.approx(computes_s + 2 * last_s, rel=0.03)
+
+
+def test_a_link_without_limits_leaves_the_computation() -> None:
+    found, given = two_halves(exact(1e12)), exact(1e12)
+    assert found is not None
+    assert found.step_s == pytest.approx(given.estimate_s, rel=0.01)
+
+
+def test_ranks_of_one_host_have_a_copy_each() -> None:
+    found = two_halves(exact(1e6, num_nodes=1))
+    assert found is not None and found.copies == "rank"
+
+
+def test_what_does_not_train_with_halves_has_none() -> None:
+    assert two_halves(exact(1e6, num_ranks=1, num_nodes=1)) is None
+    assert two_halves(exact(1e6, micro_batches=7)) is None
+    on_gpus = exact(1e6)
+    machine = replace(on_gpus.machine, one_memory=False, copy_in_bytes_per_s=1e9, copy_out_bytes_per_s=1e9)
+    assert two_halves(replace(on_gpus, case=replace(on_gpus.case, machine=machine))) is None
+
+
+def test_bytes_that_lack_are_counted_with_copies_prediction_and_gradients() -> None:
+    given = exact(1e6, num_nodes=1)
+    assert not _short(given, 1e9)
+    own = _LAYERS * _NUMEL // 4
+    items = memory_budget.halves_items(_LAYERS * _NUMEL, 2, 4, 4, 1)
+    assert sum(item.num_bytes for item in items) == 2 * _LAYERS * _NUMEL * 2 + 2 * own * 2 + own * 4
+    without = linear_program.tier_bytes(given.case, _IN_MEMORY, Tier.HOST)
+    halved = replace(given.case.terms, num_micro_batches=4)
+    fewer = linear_program.tier_bytes(replace(given.case, terms=halved), _IN_MEMORY, Tier.HOST)
+    assert fewer < without  # half of the micro-batches are in memory at a time
+    assert _short(given, 1.0)[Tier.HOST] == pytest.approx(fewer + sum(item.num_bytes for item in items) - 1)
+
+
+def _short(given: Candidate, host: float) -> dict[Tier, float]:
+    limited = replace(given, case=replace(given.case, limits={**given.case.limits, Tier.HOST: host}))
+    found = two_halves(limited)
+    assert found is not None
+    return {tier: num_bytes for tier, num_bytes in found.short.items() if num_bytes is not None}
+
+
+def test_a_half_moves_each_weight_and_gradient_once() -> None:
+    given = exact(1e4)
+    network = replace(given.shape.network or Network(), levels=True, stands=True)
+    choice = replace(given.choice, num_micro_batches=4)
+    half = HalfStep(choice, replace(given.case, shape=replace(given.shape, network=network)), 0.0, ())
+    ran = half.timeline
+    moved = sum(stage.num_bytes for _, stage, _, _ in ran.ran if stage.lane == "net_cross") / ran.num_steps
+    assert moved == pytest.approx(_LAYERS * _NUMEL * (2 + 4) / 2)
+
+
+@pytest.mark.parametrize(("rate", "word"), [(1e13, "not worth it here"), (1e5, "not worth it here")])
+def test_the_command_says_whether_to_try_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], rate: float, word: str) -> None:
+    report = json.loads((profile.SHIPPED / "a100_server.json").read_text())
+    report["machine"] = {**report["machine"], "one_memory": True}
+    links = {"local_bytes_per_s": 5e9, "local_latency_s": 1e-5, "cross_bytes_per_s": rate, "cross_latency_s": 2e-5}
+    for name, content in (("machine.json", report), ("links.json", {"links": links})):
+        (tmp_path / name).write_text(json.dumps(content))
+    words = ["plan", "--model", "gpt_13m", "--tokens-per-step", "65536", "--machine", str(tmp_path / "machine.json")]
+    assert main.main([*words, "--nodes", "2", "--num-ranks", "4", "--links", str(tmp_path / "links.json")]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("acco"))
+    assert word in line
