@@ -47,13 +47,14 @@ _SHARES: Final = 20  # of the state in host memory, tried for a refusal's advice
 class FileBytes:
     """Bytes of this rank's files: `parameters` (which the optimizer steps), one generation of optimizer state, the gradients
     that wait on SSD, and those that would without early steps, to within half a piece. `num_files`: of parameters, and of
-    chunks of state."""
+    chunks of state. `shared`: of the state that rests in host memory by a share, and is written to each checkpoint."""
 
     parameters: int
     state: int
     gradients: int
     all_gradients: int
     num_files: int
+    shared: int
 
 
 class Forecast:
@@ -81,7 +82,7 @@ class Forecast:
         dynamic = stock_config.has_dynamic_scale(config)
         self._certain = clip == 0.0 and not dynamic
         delay, speculation = resolved.optimizer_delay, resolved.optimizer_speculation
-        in_files = self._json.state_in_files and self.host_share < 1
+        in_files = self._json.state_in_files and (not self.host_share or self._shards.steps_on_ssd)
         self.timing = StepTiming(delay, speculation, self._certain, in_files, resolved.on_nonfinite == "stop")
         self.pairs = resolved.order == "vertical"  # otherwise layers take turns
         self._num_micro_batches = num_micro_batches(config, self._shards.num_shards)
@@ -109,7 +110,9 @@ class Forecast:
         state = sum(_MOMENTS * self._shards.aligned(chunk.numel * FP32_BYTES) for chunk in chunks)
         waiting = (1 - self._resolved.gradient_host_share) * sum(chunk.numel for chunk in self.chunks) * FP32_BYTES
         num_files = len(in_files) + _MOMENTS * len(chunks)
-        return FileBytes(parameters, state, round(self._held_share * waiting), round(waiting), num_files)
+        resting = sum(chunk.numel for chunk in self.chunks if not chunk.state_in_files) if self.host_share else 0
+        shared = _MOMENTS * FP32_BYTES * resting
+        return FileBytes(parameters, state, round(self._held_share * waiting), round(waiting), num_files, shared)
 
     # ---- in the terms of `memory_budget`
 
@@ -216,9 +219,11 @@ class Forecast:
     @property
     def setup_bytes(self) -> int:
         """What stock's buffers and copies take while its optimizer is set up, before there are buffers of ours."""
-        state = max((chunk.numel for chunk in self.chunks if chunk.state_in_files), default=0) * FP32_BYTES
+        of_all = self.chunks if self._json.state_in_files else ()  # stock's buffers are as large as the largest of all chunks
+        state = max((chunk.numel for chunk in of_all), default=0) * FP32_BYTES
         staged = max((chunk.numel for chunk in self.chunks if chunk.params_in_files), default=0) * self._param_bytes
-        return (memory_budget.STOCK_BUFFERS + 1) * state + staged
+        resting = sum(chunk.numel for chunk in of_all if not chunk.state_in_files)  # masters, and stock's zeroed gradients
+        return (memory_budget.STOCK_BUFFERS + 1) * state + staged + 2 * FP32_BYTES * resting
 
     # ---- sizes
 
@@ -350,10 +355,11 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     if setup > 0:
         further = (*further, BudgetItem(Tier.HOST, "stock's set-up beyond the rest", setup, "zero_optimization.sub_group_size"))
     fault = _fault(shape, terms, further, allowed, limit, ranks_here)
-    fault = fault and _with_less_state(fault, forecast, (allowed, baseline))
-    faults = [found for found in distributed_ranks.all_gathered(fault) if found is not None]
+    told = distributed_ranks.all_gathered((fault, fault and _fitting_share(forecast, (allowed, baseline))))
+    faults = [found for found, _ in told if found is not None]
     if faults:
-        raise MemoryBudgetError(fault or faults[0])
+        shares = [share for found, share in told if found]
+        raise MemoryBudgetError(_with_less_state(fault or faults[0], forecast.host_share, shares))
     whose = f"{_LIMIT} over {ranks_here} ranks" if limit is not None else "what the machine has"
     title = f"memory of this rank, activations not counted; host memory allowed: {allowed / 2**20:.0f} MiB ({whose})"
     items = memory_budget.budget(shape, terms, further)
@@ -367,8 +373,8 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     return lines, needed, left
 
 
-def _with_less_state(fault: str, forecast: Forecast, room: tuple[int, int]) -> str:
-    """The message of a refusal, with the largest share of the state in host memory that would fit, if that is what is short."""
+def _fitting_share(forecast: Forecast, room: tuple[int, int]) -> float | None:
+    """The largest share of the state in host memory that fits, where the present one is what does not; None where none is."""
 
     def fits(share: float) -> bool:
         allowed, baseline = room
@@ -379,9 +385,17 @@ def _with_less_state(fault: str, forecast: Forecast, room: tuple[int, int]) -> s
 
     now = forecast.host_share
     tried = (count / _SHARES for count in range(_SHARES - 1, -1, -1))
-    share = None if not now or fits(now) else next((share for share in tried if share < now and fits(share)), None)
+    return None if not now or fits(now) else next((share for share in tried if share < now and fits(share)), None)
+
+
+def _with_less_state(fault: str, now: float, shares: Sequence[float | None]) -> str:
+    """The message of a refusal, with a share of the state in host memory that fits on all ranks; `shares`: see
+    `_fitting_share`, of those where memory is short."""
+    fitting = [share for share in shares if share is not None]
+    if len(fitting) < len(shares):
+        return fault
     first, *others = fault.splitlines()
-    return fault if share is None else "\n".join((f'{first} or "{STATE_SHARE}": {share:g} (now {now:g})', *others))
+    return "\n".join((f'{first} or "{STATE_SHARE}": {min(fitting):g} (now {now:g})', *others))
 
 
 def _fault(

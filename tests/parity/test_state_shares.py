@@ -114,21 +114,27 @@ def test_bits_are_stocks_beside_other_settings(
     tmp_path: Path, stock: Callable[[str, float], Run], share: float, more: dict[str, Any]
 ) -> None:
     made = config(tmp_path, "fp32", 0.0, optimizer_host_share=share, **more)
-    vertical = run_arm(made, partial(mixer, "fp32"), token_batches(NUM_STEPS, 2), vertical=True)
+    seen: list[dict[Any, float]] = []
+    note = lambda engine, _: seen.append(in_memory(engine))  # noqa: E731
+    vertical = run_arm(made, partial(mixer, "fp32"), token_batches(NUM_STEPS, 2), vertical=True, between=note)
     assert_identical(stock("fp32", 0.0), vertical)
+    assert 0 < sum(seen[-1][layer] for layer in range(NUM_LAYERS)) < NUM_LAYERS
 
 
 @slow
 @pytest.mark.parametrize("options", [{"max_in_cpu": 600_000}, {"params": "cpu"}, {"persistence": None}], ids=str)
 def test_bits_are_stocks_wherever_parameters_rest(tmp_path: Path, options: dict[str, Any]) -> None:
     """Both arms with the same JSON but for the share."""
-    runs = []
+    runs: list[Run] = []
+    seen: list[dict[Any, float]] = []
+    note = lambda engine, _: seen.append(in_memory(engine)) if hasattr(engine, "vertical") else None  # noqa: E731
     for vertical, share in ((False, {}), (True, {"optimizer_host_share": 0.6})):
         section = {"seed": 11, "optimizer_delay": 0.3} | share
         made = base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=0.0, section=section, **options)
         made = small_buffers(made, 600_000) if options.get("params", "nvme") == "nvme" else made
-        runs.append(run_arm(made, partial(mixer, "fp32"), token_batches(NUM_STEPS, 2), vertical=vertical))
+        runs.append(run_arm(made, partial(mixer, "fp32"), token_batches(NUM_STEPS, 2), vertical=vertical, between=note))
     assert_identical(*runs)
+    assert all(0 < seen[-1][layer] < 1 for layer in range(NUM_LAYERS))
 
 
 # ---- written by the user

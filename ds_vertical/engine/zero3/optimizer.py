@@ -137,7 +137,9 @@ class VerticalStage3(ChunkedStage3):
         """Files of one generation; of two where early steps need them, and every rank has room or the JSON asks for them."""
         dynamic_scale = self._dynamic_scale and self.dtype == torch.float16  # other dtypes have a static one, whatever is asked
         certain = self.clip_grad == 0.0 and not dynamic_scale
-        in_files = self.swap_optimizer and self._vertical.optimizer_host_share < 1
+        scheduled = [i for i in range(len(self.fp16_groups)) if not self.is_persistent_chunk(i)]
+        on_ssd = partial(zero_optimizer.is_chunk_on_ssd, self)
+        in_files = self.swap_optimizer and (not self._vertical.optimizer_host_share or any(map(on_ssd, scheduled)))
         self.timing = self._new_timing(certain=certain, in_files=in_files)
         stepped = [param for chunk in self.fp16_groups for param in chunk if zero_params.is_on_ssd(param)]
         shards = {zero_params.second_generation(f.path): f.num_bytes for f in map(zero_params.swap_file, stepped)}

@@ -83,6 +83,11 @@ class PlannedShards:
         in_files = sum(chunk.numel for chunk in self.chunks if chunk.state_in_files)
         return in_files / (sum(chunk.numel for chunk in self.chunks) or 1)
 
+    @property
+    def steps_on_ssd(self) -> bool:
+        """Whether the state of anything that the schedule steps is in files."""
+        return any(chunk.state_in_files and not chunk.persistent for chunk in self.chunks)
+
     def _goes_to_ssd(self, param: nn.Parameter) -> bool:
         return self._json.params_in_files and self.numel(param) * self.param_bytes >= self._json.least_bytes
 
