@@ -110,6 +110,7 @@ ARMS: Final[dict[str, Callable[[Config, Config, int], Config]]] = {
     "int8": lambda vertical, stock, ranks: _over_levels(vertical, ranks, **_INT8),
     "int8_int4": lambda vertical, stock, ranks: _over_levels(vertical, ranks, **_INT8_INT4),
     "exact": lambda vertical, stock, ranks: _exact(vertical),  # beside "acco"
+    "exact_levels": lambda vertical, stock, ranks: _over_levels(_exact(vertical), ranks),  # beside "acco_node"
     "acco": lambda vertical, stock, ranks: _in_halves(vertical, "rank"),
     "acco_node": lambda vertical, stock, ranks: _over_levels(_in_halves(vertical, "node"), ranks),
     "acco_uneven": lambda vertical, stock, ranks: _elastic(_in_halves(vertical, "rank"), min_micro_batches=2),

@@ -6,8 +6,7 @@ from ds_vertical.compat import version  # noqa: F401 - refuses another DeepSpeed
 
 # isort: split
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import zero_to_fp32
 
 from ds_vertical.compat.zero_params import ZeroParam
+from ds_vertical.interrupts import Changed
 
 # ---- DeepSpeed's own format
 
@@ -119,15 +119,14 @@ def let_stock_read(is_ours: Callable[[Path], bool], read: Callable[[Path, bool],
     setattr(zero_to_fp32, stock.__name__, state_dict)
 
 
-@contextlib.contextmanager
-def _replaced(owner: object, values: Mapping[str, object]) -> Iterator[None]:
+def _replaced(owner: object, values: Mapping[str, object]) -> Changed:
     """Within the block these attributes of the object itself have these values."""
     own = vars(owner)
     before = {name: own[name] for name in values if name in own}
-    own.update(values)
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for name in values:
-            del own[name]
+            own.pop(name, None)  # an interrupt may have come ahead of the last time's end
         own.update(before)
+
+    return Changed(put_back, lambda: own.update(values))

@@ -355,7 +355,7 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     if setup > 0:
         further = (*further, BudgetItem(Tier.HOST, "stock's set-up beyond the rest", setup, "zero_optimization.sub_group_size"))
     fault = _fault(shape, terms, further, allowed, limit, ranks_here)
-    told = distributed_ranks.all_gathered((fault, fault and _fitting_share(forecast, (allowed, baseline))))
+    told = distributed_ranks.all_gathered((fault, None if fault is None else _fitting_share(forecast, (allowed, baseline))))
     faults = [found for found, _ in told if found is not None]
     if faults:
         shares = [share for found, share in told if found]

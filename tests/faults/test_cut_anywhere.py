@@ -340,6 +340,19 @@ def test_an_interrupt_while_an_evaluation_lets_a_forward_go_on(tmp_path: Path) -
     assert not trials.wrong and not trials.torn, "\n".join(trials.wrong + trials.torn)
 
 
+@pytest.mark.slow
+def test_an_interrupt_while_a_portable_save_lends_stock_other_values(tmp_path: Path) -> None:
+    """The engine and its optimizer were left with those that DeepSpeed's writer had been given."""
+    with trials_of(tmp_path, "early") as trials:
+        action = action_of("portable", tmp_path)
+        cuts = cuts_in(sites_of(action, trials), ("compat/stock_checkpoint.py",), ("_replaced",))
+        assert len(cuts) > 8
+        for cut in cuts:
+            trials.cut(cut, action)
+            shutil.rmtree(tmp_path / "saved", ignore_errors=True)
+    assert not trials.wrong and not trials.torn, "\n".join(trials.wrong + trials.torn)
+
+
 def test_an_interrupt_while_a_step_is_handed_over(tmp_path: Path) -> None:
     """The pipeline seemed idle though it had been given a step, whose gradient was then taken away. It may tear the state: of a
     step that is made to count."""
