@@ -292,6 +292,7 @@ class RunSettings:
     optimizer_speculation: bool | None
     on_nonfinite: Literal["skip", "stop"]
     gradient_host_share: float
+    optimizer_host_share: float
     keep_gradients: bool
     host_memory_bytes: int | None
     outside_layers: OutsideLayers

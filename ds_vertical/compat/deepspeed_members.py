@@ -84,6 +84,7 @@ OVERRIDDEN: Final[Mapping[str, Rows]] = {
         ("_get_norm_groups", "engine.zero3.optimizer", "self"),
         ("step", "engine.zero3.optimizer", "self, closure=..."),
         ("_create_fp16_sub_groups", "engine.zero3.chunks", "self, params_group"),
+        ("_swappable_optimizer_subgroup", "engine.zero3.chunks", "self, sub_group_id"),
         ("get_local_fp32_grad_for_param", "engine.zero3.state", "self, param"),
         ("get_fp32_grad_for_param", "engine.zero3.state", "self, param"),
         ("set_fp32_grad_for_param", "engine.zero3.state", "self, value, param"),
@@ -236,7 +237,7 @@ READ: Final[Mapping[str, Rows]] = {
         ),
         ("compat.engine", "parameter_offload"),
         ("compat.stock_checkpoint", "fp16_groups sub_group_to_group_id fp32_partitioned_groups_flat"),
-        ("engine.zero3.chunks", "sub_group_size"),
+        ("engine.zero3.chunks", "sub_group_size swap_optimizer trainable_param_groups"),
         ("engine.zero3.optimizer", "leaf_parameters swap_optimizer dtype"),
     ),
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": (

@@ -167,7 +167,7 @@ def rounding_dtype(optimizer: DeepSpeedZeroOptimizer_Stage3, param: ZeroParam) -
 
 
 def is_chunk_on_ssd(optimizer: DeepSpeedZeroOptimizer_Stage3, chunk: int) -> bool:
-    """Whether the optimizer state of a chunk lives in files (state under 1 MiB never does)."""
+    """Whether the optimizer state of a chunk lives in files (state under 1 MiB never does, nor a share kept in host memory)."""
     return optimizer._swappable_optimizer_subgroup(chunk)
 
 

@@ -144,6 +144,7 @@ def check(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
             f'{SECTION}.snake: got true with {SECTION}.order "horizontal"; snake reorders micro-batches from one layer '
             'to the next, which only the vertical order has; write "snake": false or "order": "vertical"'
         )
+    faults += _state_faults(config, section)
     faults += _gradient_faults(config, section)
     faults += _activation_faults(config, section)
     faults += _path_faults(config, section)
@@ -154,6 +155,18 @@ def check(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
     if faults:
         raise ConfigError("\n".join(faults))
     return _warnings(config, section)
+
+
+def _state_faults(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
+    """A share of the state has a meaning where the rest is on SSD."""
+    share, path = section.optimizer_host_share, f"{_ZERO}.offload_optimizer.device"
+    device = value_at(config, path)
+    if share is None or share == 1 or device == OFFLOAD_DEVICES[Tier.SSD]:
+        return []
+    return [
+        f"{SECTION}.optimizer_host_share: got {show(share)} with {path} {_got(device)}, with which all optimizer state is in"
+        f' host memory; write 1 or null, or {path} "nvme"'
+    ]
 
 
 def _gradient_faults(config: Mapping[str, object], section: VerticalConfig) -> list[str]:

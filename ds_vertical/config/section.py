@@ -155,6 +155,9 @@ class VerticalConfig(BaseModel):
     (14 bytes per parameter less on the SSD), so that the live state is torn afterwards. Not with a dynamic loss scale."""
     gradient_host_share: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of waiting gradients kept in host memory; null: what fits. The others wait on SSD, written and read once."""
+    optimizer_host_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of optimizer state on nvme kept in host memory; null: 0. Whole parameters, spread evenly over the layers. Their
+    steps wait for the norm."""
     keep_gradients: bool = False
     """Keep the last step's gradients for safe_get_full_grad and safe_get_local_grad. They stay in host memory (4 bytes per
     parameter) until the next step sums new ones."""
@@ -210,6 +213,7 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "optimizer_delay": ("a number from 0 to 1, or null", "1 or null"),
     "on_nonfinite": ('"skip" or "stop"', '"skip"'),
     "gradient_host_share": ("a number from 0 to 1, or null", "0.5 or null"),
+    "optimizer_host_share": ("a number from 0 to 1, or null", "0.5 or null"),
     "host_memory_bytes": ("an integer >= 1, or null (what the machine has)", "32000000000 or null"),
     "outside_layers": ('"resident" or "fetched"', '"fetched"'),
     "nvme_paths": ("null or a list of folders, one on each SSD, the first as in nvme_path", '["/ssd0", "/ssd1"] or null'),

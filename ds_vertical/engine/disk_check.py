@@ -43,7 +43,7 @@ class DiskNeed:
 
     `free`: for this rank; `sharing` ranks of this host have as much each, beside one another. `second`: a second generation of
     files for early steps. `frozen`: what the step after a checkpoint on that file system writes anew, because the
-    checkpoint shares the files of before; at most.
+    checkpoint shares the files of before, and what of the state is in host memory; at most.
     """
 
     folder: Path
@@ -161,7 +161,7 @@ def _disks(forecast: Forecast, config: dict[str, Any]) -> list[DiskNeed]:
     """What goes to each file system; nothing where no state of the optimizer is to be on SSD. Collective."""
     wanted = forecast.files
     shares = _shares(config)
-    places = [(host_id(), device) for device in shares] if wanted.state else []
+    places = [(host_id(), device) for device in shares] if wanted.state or wanted.all_gradients else []
     every = ranks.all_gathered(places)
     if not places:
         return []
@@ -173,7 +173,7 @@ def _disks(forecast: Forecast, config: dict[str, Any]) -> list[DiskNeed]:
     fits = all((wanted.state + second) * share <= room for (_, share), room in zip(shares.values(), free, strict=True))
     takes_second = forecast.timing.generations == 2 and (forecast.timing.demanded or fits)
     held = wanted.gradients if takes_second or forecast.timing.generations == 1 else wanted.all_gradients
-    frozen = wanted.state * (2 if takes_second else 1) + beside
+    frozen = wanted.state * (2 if takes_second else 1) + beside + wanted.shared
     sizes = (wanted.state, second if takes_second else 0, held, frozen)
     return [
         DiskNeed(folder, count, room, *(math.ceil(size * share) for size in sizes))

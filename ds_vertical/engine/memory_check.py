@@ -7,8 +7,8 @@ needs: the logits of a large vocabulary come on top.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -19,16 +19,17 @@ from ds_vertical.config.file import num_micro_batches
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.engine.zero3.chunks import REDUCED_TOGETHER
+from ds_vertical.engine.zero3.planned_chunks import PlannedChunk, PlannedShards
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.io import host
 from ds_vertical.model.compiled_blocks import is_compiled
 from ds_vertical.model.kept.kinds import runs_others_code
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.offload.chunking import FP32_BYTES, boundary, chunk_layout, split_chunk
+from ds_vertical.offload.chunking import ALIGNMENT, FP32_BYTES, boundary, split_chunk
 from ds_vertical.offload.grad_accumulator import LARGE
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.memory_budget import BudgetItem, BudgetTerms
+from ds_vertical.planner.memory_budget import STATE_SHARE, BudgetItem, BudgetTerms
 from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.schedule.events import Unit
 from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, Placement, RunSettings, TensorKind, Tier
@@ -39,104 +40,29 @@ _HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes s
 _MEASURED: Final = "(measured)"
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
 _LEVELS: Final = "zero_optimization.zero_hpz_partition_size"
-
-
-@dataclass(frozen=True)
-class PlannedChunk:
-    """A sub-group of one unit's parameters: elements of each one's shard, whether its state and parameters are in files."""
-
-    unit: Unit
-    params: tuple[nn.Parameter, ...]
-    sizes: tuple[int, ...]
-    state_in_files: bool
-    params_in_files: bool
-    persistent: bool
-
-    @property
-    def numel(self) -> int:
-        """Elements of this rank's shards."""
-        return sum(self.sizes)
+_SHARES: Final = 20  # of the state in host memory, tried for a refusal's advice
 
 
 @dataclass(frozen=True)
 class FileBytes:
     """Bytes of this rank's files: `parameters` (which the optimizer steps), one generation of optimizer state, the gradients
     that wait on SSD, and those that would without early steps, to within half a piece. `num_files`: of parameters, and of
-    chunks of state."""
+    chunks of state. `shared`: of the state that rests in host memory by a share, and is written to each checkpoint."""
 
     parameters: int
     state: int
     gradients: int
     all_gradients: int
     num_files: int
-
-
-class PlannedShards:
-    """Where this rank's shards of parameters and state will rest, as DeepSpeed and the optimizer will lay them out.
-
-    `chunks`: in the optimizer's order. `param_bytes`: of one element.
-    """
-
-    def __init__(
-        self,
-        layers: LayerMap,
-        groups: Sequence[Sequence[nn.Parameter]],
-        json: stock_config.OffloadSettings,
-        param_bytes: int,
-    ) -> None:
-        self.param_bytes = param_bytes
-        self.num_shards = distributed_ranks.world_size()
-        self._layers = layers
-        self._json = json
-        self._unit_of = layers.unit_of()
-        self._persistent = self._on_device()
-        self.chunks = [chunk for group in groups for chunk in self._chunks(group)]
-
-    def numel(self, param: nn.Parameter) -> int:
-        """Elements of this rank's shard."""
-        return -(-zero_params.full_numel(param) // self.num_shards)
-
-    def file_bytes(self, param: nn.Parameter) -> int:
-        """Bytes of the shard's file."""
-        return self.aligned(self.numel(param) * self.param_bytes)
-
-    def aligned(self, num_bytes: int) -> int:
-        """Bytes of a file that holds `num_bytes`: asynchronous I/O moves whole blocks."""
-        alignment = self._json.alignment_bytes
-        return -(-num_bytes // alignment) * alignment
-
-    @property
-    def in_files(self) -> list[nn.Parameter]:
-        """Parameters that rest on SSD."""
-        moved = {id(param) for chunk in self.chunks if not chunk.params_in_files for param in chunk.params}
-        everything = (param for params in self._layers.units.values() for param in params)
-        return [param for param in everything if id(param) not in moved and self._goes_to_ssd(param)]
-
-    def _goes_to_ssd(self, param: nn.Parameter) -> bool:
-        return self._json.params_in_files and self.numel(param) * self.param_bytes >= self._json.least_bytes
-
-    def _on_device(self) -> set[int]:
-        """By id the parameters that stay there. (Under a limit for the whole model stock goes through it in another order.)"""
-        params = [param for params in self._layers.units.values() for param in params]
-        stays = self._json.persistent(map(zero_params.full_numel, params))
-        return {id(p) for p, persistent in zip(params, stays, strict=True) if persistent and not self._goes_to_ssd(p)}
-
-    def _chunks(self, group: Sequence[nn.Parameter]) -> Iterator[PlannedChunk]:
-        """Of one of the optimizer's groups. The first `max_in_cpu` elements of each stay in host memory."""
-        passed = 0
-        for unit in self._layers.in_chunk_order(self._json.params_in_files):
-            members = (param for param in group if self._unit_of[id(param)] == unit)
-            layout = chunk_layout(members, self.numel, lambda p: id(p) in self._persistent, self._json.sub_group_size)
-            for params, persistent in layout:
-                sizes = tuple(map(self.numel, params))
-                passed += sum(sizes)
-                in_files = self._json.state_in_files and sum(sizes) * FP32_BYTES >= self._json.least_bytes
-                params_in_files = self._json.params_in_files and passed > self._json.max_in_cpu
-                yield PlannedChunk(unit, tuple(params), sizes, in_files, params_in_files, persistent)
+    shared: int
 
 
 class Forecast:
-    """What this rank will hold, from the model, the parameters that the optimizer steps (groups) and the JSON."""
+    """What this rank will hold, from the model, the parameters that the optimizer steps (groups) and the JSON.
+
+    `host_share`: of the state that the JSON puts into files, the share that rests in host memory instead; `with_host_share`:
+    the forecast with another one.
+    """
 
     def __init__(
         self, layers: LayerMap, groups: Sequence[Sequence[nn.Parameter]], config: dict[str, Any], resolved: RunSettings
@@ -144,15 +70,20 @@ class Forecast:
         self._layers = layers
         self._resolved = resolved
         self._json = stock_config.OffloadSettings.read(config)
+        self.host_share = resolved.optimizer_host_share if self._json.state_in_files else 0.0
+        self.with_host_share: Callable[[float], Forecast] = lambda share: Forecast(
+            layers, groups, config, replace(resolved, optimizer_host_share=share)
+        )
         self._one_memory = accelerator.is_one_memory()
         self._param_bytes = stock_config.element_bytes(layers.units.values(), config)
-        self._shards = PlannedShards(layers, groups, self._json, self._param_bytes)
+        self._shards = PlannedShards(layers, groups, self._json, self._param_bytes, self.host_share)
         self.chunks = self._shards.chunks
         clip = float(config.get("gradient_clipping", 1.0) or 0.0)  # DeepSpeed clips to 1 where nothing is written
         dynamic = stock_config.has_dynamic_scale(config)
         self._certain = clip == 0.0 and not dynamic
         delay, speculation = resolved.optimizer_delay, resolved.optimizer_speculation
-        self.timing = StepTiming(delay, speculation, self._certain, self._json.state_in_files, resolved.on_nonfinite == "stop")
+        in_files = self._json.state_in_files and (not self.host_share or self._shards.steps_on_ssd)
+        self.timing = StepTiming(delay, speculation, self._certain, in_files, resolved.on_nonfinite == "stop")
         self.pairs = resolved.order == "vertical"  # otherwise layers take turns
         self._num_micro_batches = num_micro_batches(config, self._shards.num_shards)
         if resolved.elastic is not None:  # a rank may bring more than the JSON has for each
@@ -184,7 +115,9 @@ class Forecast:
         state = sum(_MOMENTS * self._shards.aligned(chunk.numel * FP32_BYTES) for chunk in chunks)
         waiting = (1 - self._resolved.gradient_host_share) * sum(chunk.numel for chunk in self.chunks) * FP32_BYTES
         num_files = len(in_files) + _MOMENTS * len(chunks)
-        return FileBytes(parameters, state, round(self._held_share * waiting), round(waiting), num_files)
+        resting = sum(chunk.numel for chunk in self.chunks if not chunk.state_in_files) if self.host_share else 0
+        shared = _MOMENTS * FP32_BYTES * resting
+        return FileBytes(parameters, state, round(self._held_share * waiting), round(waiting), num_files, shared)
 
     # ---- in the terms of `memory_budget`
 
@@ -200,8 +133,6 @@ class Forecast:
         files = {u: sum(shards.file_bytes(p) for p in params if id(p) in file_ids) for u, params in units.items()}
         pre, *layer_elements = (elements[unit] for unit in self._units)
         rank = sum(elements.values()) / shards.num_shards
-        of_state = sum(chunk.numel for chunk in self.chunks) or 1
-        state_on_ssd = sum(chunk.numel for chunk in self.chunks if chunk.state_in_files) / of_state
         resting = rank - sum(map(shards.numel, in_files))
         return ModelShape(
             pre,
@@ -218,7 +149,7 @@ class Forecast:
             placement=Placement(
                 {
                     TensorKind.PARAMETERS: {Tier.SSD: _share(1 - resting / rank)},
-                    TensorKind.STATE: {Tier.SSD: _share(state_on_ssd)},
+                    TensorKind.STATE: {Tier.SSD: shards.state_on_ssd},
                     TensorKind.GRADIENTS: {Tier.SSD: 1 - self._resolved.gradient_host_share},
                 }
             ),
@@ -239,6 +170,7 @@ class Forecast:
             held_share=self._held_share,
             one_memory=self._one_memory,
             pairs=self.pairs,
+            shares_state=self.host_share > 0,
         )
 
     @property
@@ -257,7 +189,9 @@ class Forecast:
     @property
     def _held_share(self) -> float:
         """Of the gradients, the share that waits for its step: all that may be redone, or that users may read later."""
-        return self.timing.delay if self.timing.final and not self._resolved.keep_gradients else 1.0
+        if not self.timing.final or self._resolved.keep_gradients:
+            return 1.0
+        return memory_budget.waiting_share(self.timing.delay, self._shards.state_on_ssd)
 
     def further(self, baseline_bytes: int) -> tuple[BudgetItem, ...]:
         """What the formulas do not know: `baseline_bytes` of the process as it is, and working memory beside the buffers."""
@@ -290,9 +224,11 @@ class Forecast:
     @property
     def setup_bytes(self) -> int:
         """What stock's buffers and copies take while its optimizer is set up, before there are buffers of ours."""
-        state = max((chunk.numel for chunk in self.chunks if chunk.state_in_files), default=0) * FP32_BYTES
+        of_all = self.chunks if self._json.state_in_files else ()  # stock's buffers are as large as the largest of all chunks
+        state = max((chunk.numel for chunk in of_all), default=0) * FP32_BYTES
         staged = max((chunk.numel for chunk in self.chunks if chunk.params_in_files), default=0) * self._param_bytes
-        return (memory_budget.STOCK_BUFFERS + 1) * state + staged
+        resting = sum(chunk.numel for chunk in of_all if not chunk.state_in_files)  # masters, and stock's zeroed gradients
+        return (memory_budget.STOCK_BUFFERS + 1) * state + staged + 2 * FP32_BYTES * resting
 
     # ---- sizes
 
@@ -303,11 +239,14 @@ class Forecast:
 
     @property
     def _piece_bytes(self) -> list[int]:
-        """Bytes of state of each piece that goes through the optimizer's pipeline."""
+        """Bytes that each piece in the optimizer's pipeline reads: its state, and its gradient where some wait on SSD."""
         early_share = 1.0 - self.timing.delay if self.timing.possible else 0.0
         found = []
         for chunk in self.chunks:
-            if chunk.state_in_files:
+            if not chunk.state_in_files and not chunk.persistent and self._resolved.gradient_host_share < 1:
+                parts = split_chunk(0, 0, chunk.numel, memory_budget.PART_ELEMENTS)
+                found += [FP32_BYTES * (part.numel + -part.numel % ALIGNMENT) for part in parts]
+            elif chunk.state_in_files:
                 middle, end = boundary(chunk.sizes, 0.0 if chunk.persistent else early_share), chunk.numel
                 alignment = self._json.alignment_bytes // FP32_BYTES
                 parts = (
@@ -421,9 +360,11 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     if setup > 0:
         further = (*further, BudgetItem(Tier.HOST, "stock's set-up beyond the rest", setup, "zero_optimization.sub_group_size"))
     fault = _fault(shape, terms, further, allowed, limit, ranks_here)
-    faults = [found for found in distributed_ranks.all_gathered(fault) if found is not None]
+    told = distributed_ranks.all_gathered((fault, None if fault is None else _fitting_share(forecast, (allowed, baseline))))
+    faults = [found for found, _ in told if found is not None]
     if faults:
-        raise MemoryBudgetError(fault or faults[0])
+        shares = [share for found, share in told if found]
+        raise MemoryBudgetError(_with_less_state(fault or faults[0], forecast.host_share, shares))
     whose = f"{_LIMIT} over {ranks_here} ranks" if limit is not None else "what the machine has"
     title = f"memory of this rank, activations not counted; host memory allowed: {allowed / 2**20:.0f} MiB ({whose})"
     items = memory_budget.budget(shape, terms, further)
@@ -435,6 +376,31 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
             "no room for gradients that wait for the next micro-batch's: each is added to its sum by itself; same values"
         )
     return lines, needed, left
+
+
+def _fitting_share(forecast: Forecast, room: tuple[int, int]) -> float | None:
+    """The largest share of the state in host memory that fits, where the present one is what does not; None where none is."""
+
+    def fits(share: float) -> bool:
+        allowed, baseline = room
+        other = forecast.with_host_share(share)
+        other.pairs = forecast.pairs
+        items = memory_budget.budget(other.shape, other.terms, other.further(baseline))
+        return max(memory_budget.total_bytes(items, Tier.HOST), baseline + other.setup_bytes) <= allowed
+
+    now = forecast.host_share
+    tried = (count / _SHARES for count in range(_SHARES - 1, -1, -1))
+    return None if not now or fits(now) else next((share for share in tried if share < now and fits(share)), None)
+
+
+def _with_less_state(fault: str, now: float, shares: Sequence[float | None]) -> str:
+    """The message of a refusal, with a share of the state in host memory that fits on all ranks; `shares`: see
+    `_fitting_share`, of those where memory is short."""
+    fitting = [share for share in shares if share is not None]
+    if len(fitting) < len(shares):
+        return fault
+    first, *others = fault.splitlines()
+    return "\n".join((f'{first} or "{STATE_SHARE}": {min(fitting):g} (now {now:g})', *others))
 
 
 def _fault(

@@ -98,18 +98,23 @@ _Param = TypeVar("_Param")
 
 
 def chunk_layout(
-    members: Iterable[_Param], numel: Callable[[_Param], int], stays: Callable[[_Param], bool], largest: int
+    members: Iterable[_Param],
+    numel: Callable[[_Param], int],
+    stays: Callable[[_Param], bool],
+    largest: int,
+    in_host: Callable[[_Param], bool] = lambda _: False,
 ) -> Iterator[tuple[list[_Param], bool]]:
     """The chunks of one unit and optimizer group: the parameters of each, and whether they stay on the device.
 
-    Those that stay are apart from the others, behind them. Either are cut as stock cuts sub-groups (DeepSpeed 0.19.8,
-    `_create_fp16_sub_groups`): all in one chunk if they have no more than `largest` elements on this rank; else a chunk is
-    full when it holds as many. `numel`: a parameter's elements on this rank. Set-up makes chunks by it, and the memory budget
-    foretells them.
+    Those that stay are apart from the others, behind them; so are those whose state is to rest in host memory (`in_host`).
+    Each kind is cut as stock cuts sub-groups (DeepSpeed 0.19.8, `_create_fp16_sub_groups`): all in one chunk if they have no
+    more than `largest` elements on this rank; else a chunk is full when it holds as many. `numel`: a parameter's elements on
+    this rank. Set-up makes chunks by it, and the memory budget foretells them.
     """
     params = list(members)
-    for staying in (False, True):
-        alike = [each for each in params if stays(each) == staying]
+    kinds = [(stays(each), not stays(each) and in_host(each)) for each in params]
+    for staying, resting in ((False, False), (False, True), (True, False)):
+        alike = [each for each, kind in zip(params, kinds, strict=True) if kind == (staying, resting)]
         if alike and sum(map(numel, alike)) <= largest:  # a parameter without elements behind a full chunk begins no new one
             yield alike, staying
             continue
@@ -123,6 +128,33 @@ def chunk_layout(
                 chunk, size = [], 0
         if chunk:
             yield chunk, staying
+
+
+def spread_params(
+    first: Sequence[_Param], layers: Sequence[Sequence[_Param]], numel: Callable[[_Param], int], share: float
+) -> list[_Param]:
+    """About `share` of all elements in whole parameters, never more: those of `first` that there is room for, then evenly among
+    the layers. What a layer has no parameter small enough for, the next ones make up for."""
+    total = sum(numel(param) for members in (first, *layers) for param in members)
+    chosen = _largest_within(first, numel, int(share * total))
+    room = int(share * total) - sum(map(numel, chosen))
+    rest, passed, taken = sum(numel(param) for members in layers for param in members), 0, 0
+    for members in layers:
+        passed += sum(map(numel, members))
+        found = _largest_within(members, numel, room * passed // max(rest, 1) - taken)
+        taken += sum(map(numel, found))
+        chosen += found
+    return chosen
+
+
+def _largest_within(params: Sequence[_Param], numel: Callable[[_Param], int], room: int) -> list[_Param]:
+    """Parameters of `room` elements at most, the largest first."""
+    chosen: list[_Param] = []
+    for param in sorted(params, key=numel, reverse=True):
+        if 0 < numel(param) <= room:
+            chosen.append(param)
+            room -= numel(param)
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,7 @@ class Candidate:
             choice.num_micro_batches,
             window=choice.window,
             delayed=choice.early or choice.delay > 0,
-            due=due if choice.delay > 0 else frozenset(),
+            due=due if choice.delay > 0 or (choice.early and self.shape.in_files(TensorKind.STATE) < 1) else frozenset(),
             early=choice.early,
             ahead=choice.window > 0,
             hold=None if not waits else DELAYED if choice.early else EVERYTHING,

@@ -6,7 +6,7 @@ micro-batch, everything on SSD, bf16 parameters and fp32 Adam:
     stream              bytes
     parameters read     4P - 2P x handed over - kept layers (and what is outside) once
     gradients           4P out + 4P in of the share that waits on SSD
-    optimizer state     12P in + 12P out
+    optimizer state     12P in + 12P out of the share that is in files
     parameters written  2P
     redo                12P in + 14P out of the share that was redone
     activations         (3L - 1)A in + 2LA out of each micro-batch on SSD
@@ -93,16 +93,16 @@ def vertical_traffic(
     elements, stepped = shape.num_elements / shape.num_shards, shape.stepped_elements / shape.num_shards
     each = shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
     gradients = stepped * shape.gradient_bytes * (waiting * shape.in_files(TensorKind.GRADIENTS))
-    state = stepped * shape.state_bytes * shape.in_files(TensorKind.STATE)
-    steps = 1.0 + redone
+    in_files, steps = shape.in_files(TensorKind.STATE), 1.0 + redone  # what is redone has its state in files
+    state = stepped * shape.state_bytes * (in_files + redone if in_files else 0.0)
     return Traffic(
         parameters_read=elements * each * fetches,
         gradients_read=gradients,
-        state_read=state * steps,
+        state_read=state,
         activations_read=activations * passes[0],
         parameters_written=stepped * each * steps,
         gradients_written=gradients,
-        state_written=state * steps,
+        state_written=state,
         activations_written=activations * passes[1],
         kept_read=kept_on_ssd,
         kept_written=kept_on_ssd,

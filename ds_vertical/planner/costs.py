@@ -22,7 +22,7 @@ from typing import Final, Literal
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.planner.model_shape import ModelShape, state_elements
 from ds_vertical.planner.network import Hop, Network, seconds_of
 from ds_vertical.schedule.events import Event, Op
 from ds_vertical.schedule.levels import Arrival, arrivals
@@ -59,12 +59,16 @@ Cost = tuple[Job, ...]
 
 
 def split_steps(shape: ModelShape, delay: float) -> dict[tuple[Unit, str], float]:
-    """Elements of this rank per (unit, part), in a schedule that takes a share `delay` of every unit as "d0" and the rest as
-    "e0". Raises CostsError for a delay that is no share."""
+    """Elements of this rank per (unit, part), in a schedule that takes a share `delay` of what of every unit has its state in
+    files as "d0", and of that the rest as "e0". What has its state in memory is all "d0". Raises CostsError for a delay that is
+    no share."""
     check_share("optimizer_delay", delay)
-    units = shape.outside.around(range(shape.num_layers))
-    shares = {"e0": 1 - delay, "d0": delay}
-    return {(unit, part): shape.stepped(unit) * share for unit in units for part, share in shares.items()}
+    parts: dict[tuple[Unit, str], float] = {}
+    for unit in shape.outside.around(range(shape.num_layers)):
+        in_files, in_memory = state_elements(shape, unit)
+        parts[unit, "e0"] = in_files * (1 - delay)
+        parts[unit, "d0"] = in_files * delay + in_memory
+    return parts
 
 
 def is_early(event: Event) -> bool:
@@ -100,6 +104,13 @@ class PartSizes:
         if rest < -0.5:
             raise CostsError(f"event {event}: the parts of {event.layer} have {-rest:.0f} elements more than it; give fewer")
         return max(0.0, rest)
+
+    def state_in_files(self, event: Event) -> float:
+        """Of the elements, those whose state is in files: all of an early part, and of the others what memory does not have."""
+        elements, (in_files, in_memory) = self.elements(event), state_elements(self._shape, event.layer)
+        if self._parts is None:
+            return elements * in_files / (in_files + in_memory) if in_memory else elements
+        return min(in_files, elements if is_early(event) else max(0.0, elements - in_memory))
 
     def gradient_bytes(self, event: Event) -> float:
         """Of the elements that the event is about. Raises CostsError as `elements` does."""
@@ -412,15 +423,18 @@ class _Pricer:
         waits = shape.in_files(TensorKind.GRADIENTS) > 0 and not is_early(event)
         moves = waits or shape.in_files(TensorKind.STATE) > 0 or shape.in_files(TensorKind.PARAMETERS) > 0
         count = math.ceil(elements / shape.part_elements) if shape.part_elements and moves else 1
-        return beside + (self._piece(elements / count, waits),) * count
+        in_files = self.sizes.state_in_files(event)
+        return beside + (self._piece(elements / count, in_files / count, waits),) * count
 
-    def _piece(self, elements: float, waits: bool) -> Job:
-        """One piece's state and, where they wait on SSD, gradients in; Adam; state and parameters out."""
+    def _piece(self, elements: float, in_files: float, waits: bool) -> Job:
+        """One piece's state in, as far as it is in files, and gradients that wait on SSD; Adam; state and parameters out."""
         shape, lanes = self.shape, self.lanes
         gradients = elements * shape.gradient_bytes * shape.in_files(TensorKind.GRADIENTS) if waits else 0.0
-        state = lanes.ssd("ssd_read", "state", elements * shape.state_bytes * shape.in_files(TensorKind.STATE))
-        adam = Stage("adam", "compute", lanes.machine.adam_s(elements, elements * shape.written_bytes))
-        written = lanes.ssd("ssd_write", "state", elements * shape.written_bytes)
+        state_bytes = in_files * shape.state_bytes
+        num_written = state_bytes + elements * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
+        state = lanes.ssd("ssd_read", "state", state_bytes)
+        adam = Stage("adam", "compute", lanes.machine.adam_s(elements, num_written))
+        written = lanes.ssd("ssd_write", "state", num_written)
         return (*state, *lanes.ssd("ssd_read", "gradients", gradients), adam, *written)
 
 

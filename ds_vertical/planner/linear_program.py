@@ -29,9 +29,10 @@ Each y adds, with A_l bytes and S_l saved seconds of a cell:
 
 n elements of the rank, p, g, s their bytes as parameters, gradients and state, p' = p (1 - p_h), A the bytes that pass between
 two layers for one micro-batch, times the layers, a = a_h + a_s, w = alpha g_s. Where steps wait for the norm, everything
-waits. Where host and device are one memory there are no copies, and CPU Adam takes its share of the cores that compute. Where
-reads and writes slow each other down, both together are a resource too. Memory per tier is that of `memory_budget`, linear in
-shares.
+waits; and so does what has its state in memory: s is that of the share q in files, and for CPU Adam, parameters and w
+1 - (1 - alpha) q stands for alpha. Where host and device are one memory there are no copies, and CPU Adam takes its share of
+the cores that compute. Where reads and writes slow each other down, both together are a resource too. Memory per tier is that
+of `memory_budget`, linear in shares.
 """
 
 from __future__ import annotations
@@ -141,8 +142,8 @@ class LpProblem:
 
     @property
     def forward_share(self) -> float:
-        """Of all optimizer steps, those taken in the next forward."""
-        return self.delay if self.early else 1.0
+        """Of all optimizer steps, those taken in the next forward: what has its state in memory is not stepped early."""
+        return memory_budget.waiting_share(self.delay, self.shape.in_files(TensorKind.STATE)) if self.early else 1.0
 
 
 def constraints(case: LpProblem) -> tuple[Constraint, ...]:
@@ -310,13 +311,22 @@ def _saved_s(case: LpProblem, sweep: str) -> Row:
 
 
 def _adam_s(case: LpProblem, sweep: str) -> float:
-    elements = _share(case, sweep) * case.shape.stepped_elements / case.shape.num_shards
-    return case.machine.adam_s(elements, elements * case.shape.written_bytes)
+    shape, stepped = case.shape, case.shape.stepped_elements / case.shape.num_shards
+    parameters = shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
+    elements = _share(case, sweep) * stepped
+    return case.machine.adam_s(elements, elements * parameters + stepped * _state_bytes(case, sweep))
 
 
 def _share(case: LpProblem, sweep: str) -> float:
     """Of all steps, those taken in this sweep."""
     return case.forward_share if sweep == "forward_s" else 1 - case.forward_share
+
+
+def _state_bytes(case: LpProblem, sweep: str) -> float:
+    """Of an element that is stepped, the bytes of state that are read and written in this sweep."""
+    forward = case.delay if case.early else 1.0
+    steps = forward if sweep == "forward_s" else 1 - forward
+    return steps * case.shape.state_bytes * case.shape.in_files(TensorKind.STATE)
 
 
 def _copy_rows(case: LpProblem, sweep: str) -> Iterator[Constraint]:
@@ -373,19 +383,19 @@ def _read_write(case: LpProblem, sweep: str) -> tuple[Row, Row]:
     rank, stepped = shape.num_elements / shape.num_shards, shape.stepped_elements / shape.num_shards
     each = shape.param_bytes * (1.0 if shape.in_files(TensorKind.PARAMETERS) else 0.0)
     parameters, written = rank * each, stepped * each
-    state, gradients = stepped * shape.state_bytes * shape.in_files(TensorKind.STATE), stepped * shape.gradient_bytes
+    state, gradients = stepped * _state_bytes(case, sweep), stepped * shape.gradient_bytes
     steps, activations, waiting = _share(case, sweep), _activation_bytes(case), case.terms.held_share
     forward = sweep == "forward_s"
     copied = shape.network.copy_share if shape.network is not None and shape.network.levels else 0.0
     fetched = parameters * (1 - case.forward_share if forward else (1 - _staying(case)) * (1 - copied))
     read = {
-        "": fetched + steps * state,
+        "": fetched + state,
         "parameters_in_host": -fetched,
         "activations_on_ssd": activations * (1.0 if forward else 2.0),
         "gradients_on_ssd": waiting * gradients if forward else 0.0,
     }
     write = {
-        "": steps * (state + written),
+        "": state + steps * written,
         "parameters_in_host": -steps * written,
         "activations_on_ssd": activations,
         "gradients_on_ssd": 0.0 if forward else waiting * gradients,

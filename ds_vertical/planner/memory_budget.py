@@ -41,6 +41,7 @@ from ds_vertical.types import NORM_COPIED, NORM_ELEMENTS, PRE, SUF, TensorKind, 
 SLOTS: Final = 4  # pieces of state in the optimizer's pipeline at a time
 PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
 STOCK_BUFFERS: Final = 4  # what stock needs for its own uses of a chunk of state: master, moments, gradient
+STATE_SHARE: Final = "vertical_schedule.optimizer_host_share"
 _KEEP: Final = "vertical_schedule.activations.keep"
 _IN_FLIGHT: Final = f"(up to {SLOTS} pieces; one without overlap)"
 _KNOBS: Final = (
@@ -48,6 +49,12 @@ _KNOBS: Final = (
     ("window", "vertical_schedule.prefetch_layers", 0),
     ("num_micro_batches", "gradient_accumulation_steps", 1),
 )
+
+
+def waiting_share(delay: float, state_in_files: float) -> float:
+    """Of all gradients, those that wait for their step where the others are stepped early for good: a share `delay` of those
+    whose state is in files, and all whose state rests in memory, which has no second generation."""
+    return delay + (1 - delay) * (1 - state_in_files)
 
 
 def num_slots(num_pieces: int, overlap: bool) -> int:
@@ -62,10 +69,11 @@ class BudgetTerms:
     `engine.memory_check` derives them from `RunSettings` and the JSON, `search` from what it varies (`Choice`).
     `window`: `prefetch_layers`.
     `slots`: pieces of state in memory at a time. `held_share`: of all gradients, the share that waits for its step (1
-    where steps follow NORM or may be redone, alpha for delayed parts, 0 where every step is early). `gradient_layers`:
+    where steps follow NORM or may be redone, else `waiting_share`). `gradient_layers`:
     layers whose gradients are under way otherwise: as many as are stepped or written to SSD at a time, and one more.
     `pairs`: whether a layer's gradients wait for those of the next micro-batch, where device and host are one memory: in
-    layer-major order, and where there is room.
+    layer-major order, and where there is room. `shares_state`: of the state that goes to SSD otherwise, a share that was chosen
+    rests in host memory.
     """
 
     num_micro_batches: int
@@ -75,6 +83,7 @@ class BudgetTerms:
     gradient_layers: int = MAX_STEPS + 1
     one_memory: bool = False
     pairs: bool = True
+    shares_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,7 +174,8 @@ def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     yield _item(Tier.HOST, "parameters at rest", resting, "zero_optimization.offload_param.device")
     stepped = shape.stepped_elements / shape.num_shards
     resting = stepped * shape.state_bytes * shape.placement.share(TensorKind.STATE, Tier.HOST)
-    yield _item(Tier.HOST, "optimizer state at rest", resting, "zero_optimization.offload_optimizer.device")
+    key = STATE_SHARE if terms.shares_state else "zero_optimization.offload_optimizer.device"
+    yield _item(Tier.HOST, "optimizer state at rest", resting, key)
     yield _item(Tier.HOST, "optimizer slots", terms.slots * _slot_bytes(shape, terms), _IN_FLIGHT)
     yield _item(Tier.HOST, "gradients", _gradients(shape, terms) * shape.gradient_bytes, "vertical_schedule.optimizer_delay")
     kept = terms.num_micro_batches * shape.num_layers * shape.activation_bytes
@@ -194,7 +204,8 @@ def _slot_bytes(shape: ModelShape, terms: BudgetTerms) -> float:
     if shape.slot_bytes is not None:
         return shape.slot_bytes
     gradient = shape.gradient_bytes if shape.in_files(TensorKind.GRADIENTS) and terms.held_share else 0
-    return _largest_piece(shape) * ((shape.written_bytes if shape.in_files(TensorKind.STATE) else 0.0) + gradient)
+    written = shape.state_bytes + shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
+    return _largest_piece(shape) * ((written if shape.in_files(TensorKind.STATE) else 0.0) + gradient)
 
 
 def _gradients(shape: ModelShape, terms: BudgetTerms) -> float:

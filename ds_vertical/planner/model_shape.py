@@ -42,7 +42,8 @@ class ModelShape:
     this rank, `gradients`: their elements that the optimizer steps, `slot_bytes`: of the largest piece's state (null: what
     placement, elements and `part_elements` say). `kept`: what forwards keep for backwards (null: nothing). `suf`: the unit of
     what the suffix alone uses (null: that belongs to `pre`); `apart`: the units outside the layers that are away where other
-    code runs, see `Outside`. `network`: how the ranks lie on nodes (null: collectives take no time). Raises CostsError.
+    code runs, see `Outside`. `network`: how the ranks lie on nodes (null: collectives take no time). `state_places`: of units
+    with other shares than the placement's, the elements whose state this rank has in files and in memory. Raises CostsError.
     """
 
     pre_elements: int
@@ -70,6 +71,7 @@ class ModelShape:
     suf: SufShape | None = None
     apart: tuple[Unit, ...] = ()
     network: Network | None = None
+    state_places: tuple[tuple[Unit, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layer_elements:
@@ -158,6 +160,15 @@ class ModelShape:
         if self.gradients is None or not self.elements(unit):
             return self.shard(unit)
         return self.gradients[1 + unit if isinstance(unit, int) else 0] / self.num_shards
+
+
+def state_elements(shape: ModelShape, unit: Unit | None) -> tuple[float, float]:
+    """Of the elements of a unit that this rank's optimizer steps, those with their state in files, and in memory."""
+    for other, in_files, in_memory in shape.state_places:
+        if other == unit:
+            return in_files, in_memory
+    in_files = shape.stepped(unit) * shape.in_files(TensorKind.STATE)
+    return in_files, shape.stepped(unit) - in_files
 
 
 def outside_elements(shape: ModelShape) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -20,6 +20,7 @@ from ds_vertical.types import HOLDING, PRE, SHARE_NAMES, SUF, ActivationPolicy, 
 
 FILE_NAME = "account.jsonl"
 Share = Literal["delayed", "all"]
+_BY_UNIT: Final = ("elements", "early_elements", "delayed_elements", "file_elements")
 
 DTYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # torch's names, and those of `limits`
 
@@ -30,7 +31,8 @@ class RunInfo:
 
     `host_bytes`: of this rank's memory budget. `tokens` of a micro-batch of `sequences`; `threads` of the process that
     trained; `model` is the Hugging Face configuration (None: the model has none). `parameters_on_ssd`, ...: the
-    shares that rest there, under the names of `types.SHARE_NAMES`.
+    shares that rest there, under the names of `types.SHARE_NAMES`. `file_elements`: of those that this rank steps, the ones
+    whose state is in files; empty in accounts of earlier versions.
     """
 
     elements: dict[Unit, int]
@@ -57,6 +59,7 @@ class RunInfo:
     activations_on_host: float = 0.0
     activations_on_ssd: float = 0.0
     apart: tuple[Unit, ...] = ()
+    file_elements: dict[Unit, int] = field(default_factory=dict[Unit, int])
 
     @property
     def placement(self) -> Placement:
@@ -73,6 +76,10 @@ class RunInfo:
         """Of the elements that are stepped, the share that may be stepped early."""
         early, delayed = sum(self.early_elements.values()), sum(self.delayed_elements.values())
         return early / (early + delayed) if early + delayed else 0.0
+
+    def _stepped(self, unit: Unit) -> int:
+        """Elements of a unit that this rank steps where the schedule says."""
+        return self.early_elements[unit] + self.delayed_elements[unit]
 
     def shape(self, rates: Mapping[str, float]) -> ModelShape:
         """The model for `costs`; `rates` are those of `ds-vertical limits`, whose seconds are those of one block."""
@@ -94,6 +101,7 @@ class RunInfo:
             placement=self.placement,
             suf=SufShape(self.elements[SUF], self.elements[SUF]) if SUF in self.elements else None,
             apart=self.apart,
+            state_places=tuple((unit, count, self._stepped(unit) - count) for unit, count in self.file_elements.items()),
         )
 
 
@@ -231,8 +239,8 @@ def read_account(folder: Path) -> Account | None:
     try:
         first, *lines = path.read_text(encoding="utf-8").splitlines()
         fields = json.loads(first)["facts"]
-        for name in ("elements", "early_elements", "delayed_elements"):
-            fields[name] = {unit if unit in (PRE, SUF) else int(unit): count for unit, count in fields[name].items()}
+        for name in _BY_UNIT:
+            fields[name] = {unit if unit in (PRE, SUF) else int(unit): count for unit, count in fields.get(name, {}).items()}
         fields["apart"] = tuple(fields.get("apart", ()))
         return Account(RunInfo(**fields), tuple(_steps(lines)))
     except (ValueError, TypeError, KeyError) as error:
@@ -252,5 +260,4 @@ def _steps(lines: Sequence[str]) -> list[ExecutedStep]:
 
 def _named(fields: Mapping[str, Any]) -> Mapping[str, object]:
     """JSON's keys are strings."""
-    units = ("elements", "early_elements", "delayed_elements")
-    return {**fields} | {name: {str(unit): count for unit, count in fields[name].items()} for name in units}
+    return {**fields} | {name: {str(unit): count for unit, count in fields[name].items()} for name in _BY_UNIT}

@@ -146,7 +146,8 @@ def tune_timing(
     own = Candidate(choice, case, 0.0, ())
     found = [own]
     for delay in delays if case.early else (choice.delay,):
-        held = delay if case.early and case.terms.held_share < 1 else case.terms.held_share
+        waits = memory_budget.waiting_share(delay, case.shape.in_files(TensorKind.STATE))
+        held = waits if case.early and case.terms.held_share < 1 else case.terms.held_share
         for window in windows:
             terms = replace(case.terms, window=window, held_share=held)
             changed = replace(case, terms=terms, delay=delay)
@@ -410,7 +411,7 @@ def _candidate(case: LpProblem, size: int, blocks: int, solution: Solution, *, w
     placement = _rounded(solution.placement(case.shape.in_files(TensorKind.STATE)), count)
     kept = _kept_share(solution, case)
     shape, terms = replace(case.shape, placement=placement, kept=kept), replace(case.terms, window=window)
-    guessed = case.early and case.terms.held_share > case.delay
+    guessed = case.early and case.terms.held_share > case.forward_share
     levels = level_choice(case.shape.network)
     choice = Choice(size, count, blocks, window, case.delay, case.early, placement, guessed, kept, _in_place(case), levels)
     own = replace(case, shape=shape, terms=terms)

@@ -190,6 +190,7 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
         "optimizer_speculation": None,
         "on_nonfinite": "skip",
         "gradient_host_share": None,
+        "optimizer_host_share": None,
         "keep_gradients": False,
         "host_memory_bytes": None,
         "outside_layers": "resident",
@@ -229,6 +230,7 @@ sections = st.fixed_dictionaries(
         "optimizer_speculation": st.none() | st.booleans(),
         "on_nonfinite": st.sampled_from(["skip", "stop"]),
         "gradient_host_share": st.none() | st.floats(0, 1) | st.integers(0, 1),
+        "optimizer_host_share": st.none() | st.floats(0, 1) | st.integers(0, 1),
         "keep_gradients": st.booleans(),
         "seed_micro_batches": st.booleans(),
         "self_check": st.none() | st.booleans(),
@@ -298,6 +300,10 @@ def test_every_key_has_a_description() -> None:
         ({"on_nonfinite": "ignore"}, 'vertical_schedule.on_nonfinite: got "ignore"; need "skip" or "stop"; write e.g. "skip"'),
         ({"on_nonfinite": None}, "vertical_schedule.on_nonfinite: got null; need"),
         ({"gradient_host_share": 2}, "vertical_schedule.gradient_host_share: got 2; need a number from 0 to 1, or null"),
+        (
+            {"optimizer_host_share": -0.1},
+            "vertical_schedule.optimizer_host_share: got -0.1; need a number from 0 to 1, or null",
+        ),
         ({"keep_gradients": 1}, "vertical_schedule.keep_gradients: got 1; need true or false"),
         ({"optimizer_delay": "auto"}, 'vertical_schedule.optimizer_delay: got "auto" ('),
         ({"order": "snake"}, 'vertical_schedule.order: got "snake"; need "vertical" or "horizontal"'),
@@ -599,6 +605,27 @@ def test_number_of_micro_batches_must_be_written_or_derivable(sizes: dict[str, A
     else:
         (line,) = faults_of(config)
         assert line.startswith(fault)
+
+
+@pytest.mark.parametrize(
+    ("share", "device", "told"),
+    [
+        (0.5, "cpu", 'got 0.5 with zero_optimization.offload_optimizer.device "cpu", with which all'),
+        (0, "cpu", 'in host memory; write 1 or null, or zero_optimization.offload_optimizer.device "nvme"'),
+        *((share, "nvme", None) for share in (0, 0.5, 1, None)),
+        (1, "cpu", None),
+        (None, "cpu", None),
+    ],
+)
+def test_a_share_of_the_state_is_of_what_is_to_be_on_ssd(share: float | None, device: str, told: str | None) -> None:
+    offload = {"device": device} | ({"nvme_path": "/ssd"} if device == "nvme" else {})
+    config = changed("zero_optimization.offload_optimizer", offload)
+    if told is None:
+        assert check(config, VerticalConfig(optimizer_host_share=share)) == []
+    else:
+        with pytest.raises(ConfigError) as refused:
+            check(config, VerticalConfig(optimizer_host_share=share))
+        assert str(refused.value).startswith("vertical_schedule.optimizer_host_share: got ") and told in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,13 @@ def stock_buffers(engine: Any) -> list[torch.Tensor]:
         ({"clip": 0.0, "max_in_cpu": 600_000}, {"prefetch_layers": 4}),
         ({"clip": 1.0, "optimizer": "cpu"}, {"optimizer_delay": 1.0}),
         ({"clip": 0.0, "sub_group_size": 300_001}, {"overlap": False, "optimizer_delay": 0.5}),
+        ({"clip": 0.0}, {"optimizer_host_share": 0.6, "optimizer_delay": 0.5}),
+        ({"clip": 1.0}, {"optimizer_host_share": 1.0}),
     ],
-    ids=["speculating", "early, small chunks", "some in host memory", "state in host memory", "one at a time"],
+    ids=[
+        *("speculating", "early, small chunks", "some in host memory", "state in host memory", "one at a time"),
+        *("state shared", "state shared whole"),
+    ],
 )
 def test_the_budget_is_what_is_allocated(tmp_path: Path, settings: dict[str, Any], section: dict[str, Any]) -> None:
     from ds_vertical.engine.memory_check import Forecast, groups_of
@@ -153,6 +158,32 @@ def test_too_small_a_budget_is_refused_before_anything_is_made_and_the_advice_he
     except MemoryBudgetError as error:  # more of this process is resident now than a moment ago, on a machine short of memory
         config["vertical_schedule"]["host_memory_bytes"] = int(advised(str(error))[0])
         train_one_step(config)
+
+
+def test_a_share_of_the_state_that_does_not_fit_is_refused_with_the_largest_that_does(tmp_path: Path) -> None:
+    from ds_vertical.engine import memory_check
+    from ds_vertical.model.layers import map_layers
+
+    start_process_group()
+    model = MixerModel(3, width=1024)
+    layers, groups = map_layers(model, None), memory_check.groups_of(model, None, None)
+
+    def needed(share: float, limit: int) -> int:
+        config = base_config(tmp_path, section={"optimizer_host_share": share, "optimizer_delay": 0.5}, clip=0.0)
+        forecast = memory_check.Forecast(layers, groups, config, resolve(load_section(config), 0))
+        return memory_check.check_memory(forecast, model.parameters(), limit)[1]
+
+    none, most = needed(0.0, 8 << 30), needed(0.8, 8 << 30)
+    assert most - none > 12 * 4 * 1024**2  # four of the six matrices; gradients wait in memory, too
+    limit = (none + most) // 2
+    with pytest.raises(MemoryBudgetError) as refused:
+        needed(0.8, limit)
+    first, *table = str(refused.value).splitlines()
+    assert any(re.match(r"host +optimizer state at rest .* vertical_schedule.optimizer_host_share$", line) for line in table)
+    (advised,) = re.findall(r'"vertical_schedule.optimizer_host_share": (\S+) \(now 0.8\)', first)
+    assert 0.2 < float(advised) < 0.7 and needed(float(advised), limit) <= limit
+    with pytest.raises(MemoryBudgetError):
+        needed(float(advised) + 0.05, limit)
 
 
 def train_one_step(config: dict[str, Any]) -> None:

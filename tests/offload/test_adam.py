@@ -16,7 +16,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_vertical.offload.chunking import ALIGNMENT, LANE, ChunkPiece, Cut, Part, adam_cuts, chunk_layout, split_chunk
+from ds_vertical.offload.chunking import (
+    ALIGNMENT,
+    LANE,
+    ChunkPiece,
+    Cut,
+    Part,
+    adam_cuts,
+    chunk_layout,
+    split_chunk,
+    spread_params,
+)
 from ds_vertical.offload.cpu_adam import AdamSettings, CpuAdam
 
 
@@ -172,3 +182,29 @@ def test_chunks_are_cut_as_stock_cuts_sub_groups(sizes: list[int]) -> None:
     expected = stock(cast(Any, SimpleNamespace(sub_group_size=8)), params) if params else []
     found = chunk_layout(params, lambda param: param.partition_numel(), lambda _: False, 8)
     assert [chunk for chunk, _ in found] == expected
+
+
+def test_state_in_host_memory_has_chunks_of_its_own() -> None:
+    sizes = (4, 5, 1, 6, 2)
+    layout = chunk_layout(range(5), sizes.__getitem__, lambda each: each == 2, 8, lambda each: each in (1, 2, 3))
+    assert list(layout) == [([0, 4], False), ([1, 3], False), ([2], True)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.25, 0.3, 0.5, 0.77, 0.99, 1.0])
+@pytest.mark.parametrize("outside", [(), (30, 30), (300,)], ids=str)
+def test_a_share_is_spread_evenly_over_the_layers_and_never_exceeded(outside: tuple[int, ...], share: float) -> None:
+    """In whole parameters: every layer is within its largest one of its part, and so is the total."""
+    block = (30, 10, 40, 40, 1, 1)
+    first = [(0, index) for index in range(len(outside))]
+    layers = [[(layer, index) for index in range(len(block))] for layer in range(1, 9)]
+
+    def numel(param: tuple[int, int]) -> int:
+        return outside[param[1]] if not param[0] else block[param[1]]
+
+    chosen = set(spread_params(first, layers, numel, share))
+    total, taken = sum(outside) + 8 * sum(block), sum(map(numel, chosen))
+    assert share * total - max(block) < taken <= share * total or (taken == total and share == 1)
+    room = share * total - sum(numel(param) for param in chosen if not param[0])
+    for members in layers:
+        assert abs(sum(numel(param) for param in members if param in chosen) - room / 8) <= max(block)
+    assert all((param in chosen) <= (numel(param) <= share * total) for param in first)

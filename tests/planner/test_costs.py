@@ -224,6 +224,31 @@ def test_a_schedule_that_holds_moves_the_bytes_of_the_table() -> None:
         assert (moved.gradients_read, moved.gradients_written) == pytest.approx((table.gradients_read, table.gradients_written))
 
 
+@pytest.mark.parametrize("state", [1.0, 0.4])
+def test_state_in_memory_is_stepped_late_and_moves_no_bytes(state: float) -> None:
+    shape = replace(SHAPE, placement=Placement.of(state_on_ssd=state))
+    schedule = build_training(TrainingStep(3, 2, delayed=True, early=True, due=("pre", 0, 1, 2)))
+    costs = event_costs(schedule.events, MACHINE, shape, split_steps(shape, 0.25))
+    moved = traffic_of(costs, shape)
+    table = vertical_traffic(shape, 2, kept=kept_layers(1), handed_over=1 - 0.75 * state)
+    for name, expected in vars(table).items():
+        assert getattr(moved, name) == pytest.approx(expected), name
+    steps = [(event, cost) for event, cost in zip(schedule.events, costs, strict=True) if event.part == "e0"]
+    read = sum(stage.num_bytes for _, cost in steps for job in cost for stage in job if stage.reads_state)
+    assert read == pytest.approx(0.75 * state * 12 * P) and table.state_read == pytest.approx(state * 12 * P)
+    redone = vertical_traffic(shape, 2, redone=0.25)
+    assert redone.state_read == redone.state_written == pytest.approx((state + 0.25) * 12 * P)
+
+
+def test_units_may_have_other_shares_of_their_state_in_memory() -> None:
+    shape = replace(SHAPE, placement=Placement.of(state_on_ssd=0.4), state_places=((PRE, 0.0, 100.0), (0, 600.0, 400.0)))
+    for parts, expected in ((None, [0, 7200, 4800]), ({(0, "e0"): 450, (0, "d0"): 550}, [5400, 1800])):
+        events = parse_events("preSTEP 0STEP 1STEP" if parts is None else "0STEP.e0 0STEP.d0@-1")
+        costs = event_costs(events, MACHINE, shape, parts)
+        found = [sum(stage.num_bytes for job in cost for stage in job if stage.reads_state) for cost in costs]
+        assert found == pytest.approx(expected)
+
+
 def test_the_table_in_multiples_of_p() -> None:
     on_ssd = replace(SHAPE, placement=Placement.of(gradients_on_ssd=1.0), pre_elements=0)
     p = on_ssd.num_elements

@@ -33,7 +33,7 @@ def case(
     """Six equal layers of a hundred million elements, four micro-batches, everything that can on SSD."""
     fields: dict[str, Any] = {"activation_bytes": 200_000_000, "recompute_last": False, "generations": 1 + early} | shape
     model = ModelShape(50_000_000, (100_000_000,) * LAYERS, 0.05, 0.1, head_s=0.02, part_elements=1 << 24, **fields)
-    held = delay if early else 1.0
+    held = memory_budget.waiting_share(delay, model.in_files(TensorKind.STATE)) if early else 1.0
     own = memory_budget.BudgetTerms(4, 1, held_share=held, one_memory=machine.one_memory)
     return LpProblem(model, machine, own, limits or dict(zip(Tier, (None, None, None), strict=True)), delay, early)
 
@@ -88,13 +88,13 @@ def test_no_point_of_a_grid_is_better_and_the_best_is_near(
 
 
 @pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("state", [1.0, 0.4])
 @pytest.mark.parametrize("shares", [(1.0, 0.0, 0.0, 0.0), (0.4, 1.0, 0.25, 0.5), (0.0, 0.5, 0.5, 0.5)])
-def test_the_rows_move_the_bytes_of_the_very_schedule(early: bool, shares: tuple[float, ...]) -> None:
+def test_the_rows_move_the_bytes_of_the_very_schedule(early: bool, shares: tuple[float, ...], state: float) -> None:
     parameters, gradients, in_host, on_ssd = shares
-    placement = Placement.of(
-        parameters_on_ssd=parameters, gradients_on_ssd=gradients, activations_on_host=in_host, activations_on_ssd=on_ssd
-    )
-    given = case(delay=0.5 if early else 1.0, early=early)
+    moved_away = {"activations_on_host": in_host, "activations_on_ssd": on_ssd}
+    placement = Placement.of(parameters_on_ssd=parameters, gradients_on_ssd=gradients, state_on_ssd=state, **moved_away)
+    given = case(delay=0.5 if early else 1.0, early=early, placement=Placement.of(state_on_ssd=state))
     shape = replace(given.shape, placement=placement)
     tiers = activation_tiers(4, placement[TensorKind.ACTIVATIONS])
     moved = tuple(m for m, tier in enumerate(tiers) if tier is not Tier.DEVICE)
@@ -120,9 +120,10 @@ def test_the_rows_move_the_bytes_of_the_very_schedule(early: bool, shares: tuple
     assert table.written <= sums[1] * (1 + 1e-9) and sums[1] - spare <= table.written * 1.02
 
 
+@pytest.mark.parametrize("state", [1.0, 0.4])
 @pytest.mark.parametrize("machine", [GPU, CPU], ids=["gpu", "cpu"])
-def test_the_rows_compute_the_seconds_of_the_very_schedule(machine: Machine) -> None:
-    given = case(machine)
+def test_the_rows_compute_the_seconds_of_the_very_schedule(machine: Machine, state: float) -> None:
+    given = case(machine, placement=Placement.of(state_on_ssd=state))
     due = frozenset(range(LEAD, LAYERS))
     schedule = build_training(TrainingStep(LAYERS, 4, delayed=True, due=due, early=True, ahead=True))
     costs = event_costs(schedule.events, machine, given.shape, split_steps(given.shape, 0.25))

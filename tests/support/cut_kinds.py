@@ -97,6 +97,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "products": {"clip": 0.0, "section": SECTION | {"activations": {"keep": "products"}}},
     "everything": {"clip": 0.05, "section": SECTION | {"activations": {"keep": "everything", "keep_device": "ssd"}}},
     "gradients": {"clip": 0.05, "section": SECTION | {"gradient_host_share": 0.0, "optimizer_speculation": False}},
+    "shared": {"clip": 0.05, "section": SECTION | {"optimizer_host_share": 0.6}},
     "fetched": {"clip": 0.05, "section": SECTION | {"outside_layers": "fetched"}},
     "no overlap": {"clip": 0.0, "section": SECTION | {"overlap": False}},
     "memory": {"clip": 0.05, "params": "cpu", "optimizer": "cpu"},

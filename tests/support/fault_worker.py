@@ -54,6 +54,7 @@ class Case:
 _NEW, _OLD, _PARAMETER = "generation_1/exp_avg_sq-", "rank0/exp_avg-", "_param.tensor.swp"
 _ON_SSD = {"activations": {"device": "ssd"}}
 _HELD = {"gradient_host_share": 0.0}
+_SHARED = {"optimizer_host_share": 0.6}
 CASES: dict[str, Case] = {
     "early write, ENOSPC": Case(_NEW, "write", errno.ENOSPC, "whole"),
     "early write, EIO": Case(_NEW, "write", errno.EIO, "whole"),
@@ -62,6 +63,7 @@ CASES: dict[str, Case] = {
     "early write, speculating, ENOSPC": Case(
         _NEW, "write", errno.ENOSPC, "whole", clip=CLIP, section={"optimizer_speculation": True}
     ),
+    "early write, state shared, ENOSPC": Case(_NEW, "write", errno.ENOSPC, "whole", section=_SHARED),
     "early write of a parameter, EIO": Case(_PARAMETER, "write", errno.EIO, "whole", delay=0.0),
     "early read, EIO": Case("exp_avg_sq-", "read", errno.EIO, "whole", delay=0.0, count=1),
     "parameter read, EIO": Case(_PARAMETER, "read", errno.EIO, "whole", count=1),
@@ -78,6 +80,7 @@ CASES: dict[str, Case] = {
     "read for a step in place, EIO": Case("exp_avg-", "read", errno.EIO, "torn", delay=1.0, count=1),
     "delayed write, EIO": Case(_OLD, "write", errno.EIO, "torn"),
     "gradient read, EIO": Case("gradients.swp", "read", errno.EIO, "torn", clip=CLIP, delay=1.0, count=1, section=_HELD),
+    "write in place, state shared, EIO": Case(ANYWHERE, "write", errno.EIO, "torn", delay=1.0, section=_SHARED),
     "short reads": Case(ANYWHERE, "read", 0, "unharmed", count=20),
     "short writes": Case(ANYWHERE, "write", 0, "unharmed", count=20),
 }

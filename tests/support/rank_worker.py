@@ -3,7 +3,7 @@
     python tests/support/rank_worker.py JOB.json
 
 The job: {"folder": swap folder, "out": folder for rank<R>.pt, "runs": [{"name", "dtype", "vertical", "options"}, ...]},
-the options those of `config`.
+the options those of `config`; with "alone" in the place of "runs" nothing else is tried.
 """
 
 from __future__ import annotations
@@ -120,13 +120,14 @@ def config(
     clip: float = 0.5,
     delay: float | None = None,
     share: float | None = None,
+    state_share: float | None = None,
 ) -> dict[str, Any]:
     made = harness.base_config(
         folder,
         num_micro_batches=num_micro_batches,
         dtype=dtype,
         clip=clip,
-        section={"optimizer_delay": delay, "gradient_host_share": share},
+        section={"optimizer_delay": delay, "gradient_host_share": share, "optimizer_host_share": state_share},
         params=tier,
         optimizer=tier,
         sub_group_size=200_001 if dtype == "fp32" else 400_001,  # less than half a matrix
@@ -446,6 +447,19 @@ def failing(folder: Path, rank: int) -> dict[str, Any]:
         return {"failure": failure, "apart": engine.ran.outside.apart, "steps": engine.global_steps}
 
 
+def trained(runs: list[dict[str, Any]], folder: Path, rank: int) -> dict[str, Any]:
+    """What each of the runs has computed, by its name, and its folder."""
+    import ds_vertical
+
+    results: dict[str, Any] = {"folders": {}}
+    for run in runs:
+        prepared = ds_vertical.prepare(config(folder, run["dtype"], **run.get("options", {})))
+        results["folders"][run["name"]] = prepared["zero_optimization"]["offload_param"]["nvme_path"]
+        made = harness.run_arm(prepared, partial(OddModel, run["dtype"]), batches(rank, 2), vertical=run["vertical"])
+        results[run["name"]] = vars(made)
+    return results
+
+
 def main() -> int:
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
@@ -460,16 +474,12 @@ def main() -> int:
     if "ends" in job:
         torch.save(ends(Path(job["folder"]), rank), Path(job["out"]) / f"rank{rank}.pt")
         return 0
-    results: dict[str, Any] = {"folders": {}}
+    if "alone" in job:
+        torch.save(trained(job["alone"], Path(job["folder"]), rank), Path(job["out"]) / f"rank{rank}.pt")
+        return 0
     original = config(Path(job["folder"]), "bf16")
-    results["prepared twice"] = [
-        ds_vertical.prepare(original)["zero_optimization"]["offload_param"]["nvme_path"] for _ in range(2)
-    ]
-    for run in job["runs"]:
-        prepared = ds_vertical.prepare(config(Path(job["folder"]), run["dtype"], **run.get("options", {})))
-        results["folders"][run["name"]] = prepared["zero_optimization"]["offload_param"]["nvme_path"]
-        made = harness.run_arm(prepared, partial(OddModel, run["dtype"]), batches(rank, 2), vertical=run["vertical"])
-        results[run["name"]] = vars(made)
+    twice = [ds_vertical.prepare(original)["zero_optimization"]["offload_param"]["nvme_path"] for _ in range(2)]
+    results = trained(job["runs"], Path(job["folder"]), rank) | {"prepared twice": twice}
     results["three calls"] = by_three_calls(ds_vertical.prepare(original), rank)
     results["stop"] = [stop(Path(job["folder"]), rank, clip) for clip in (0.0, 0.5)]
     results["room"] = [lack_room(Path(job["folder"]), rank, delay) for delay in (None, 0.3)]

@@ -7,7 +7,7 @@ Overridden private methods of DeepSpeed are marked `override` and listed in `com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from ds_vertical.engine.zero3.state import StateRoutes
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.offload.chunking import ChunkPiece, adam_cuts, chunk_layout
+from ds_vertical.offload.chunking import ChunkPiece, adam_cuts, chunk_layout, spread_params
 from ds_vertical.offload.consistency import StateGuard
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.offload.state_files import Chunk
@@ -44,6 +44,7 @@ def check_optimizer(optimizer: object) -> None:
 
 class ChunkedStage3(StateRoutes):
     """Stage 3 over the units of `layers`. `stock_groups`: the sub-groups that stock would have made, whose numerics are kept.
+    `host_share`: of the state that is to be on SSD, the share that rests in host memory.
 
     `timing`: when parts of a step are taken; `condition`: what tore the state, and the last good checkpoint. The subclass sets
     both, and `live`.
@@ -53,8 +54,10 @@ class ChunkedStage3(StateRoutes):
     timing: StepTiming
     level_reductions: LevelReductions | None = None  # with collectives over two levels
 
-    def __init__(self, *args: Any, layers: LayerMap, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, layers: LayerMap, host_share: float, **kwargs: Any) -> None:
         self.layer_map = layers
+        self._host_share = host_share
+        self._in_host: frozenset[int] | None = None  # by id the parameters of that share, once there are groups
         self._unit_of = layers.unit_of()
         self.stock_groups: list[list[zero_params.ZeroParam]] = []
         self._persistent: set[int] = set()
@@ -67,16 +70,30 @@ class ChunkedStage3(StateRoutes):
         Stock's own sub-groups are remembered for the numerics."""
         self.stock_groups += super()._create_fp16_sub_groups(params_group)
         self._persistent |= {id(param) for param in params_group if zero_params.is_persistent(param)}
+        if self._in_host is None:
+            every = (param for group in self.trainable_param_groups for param in group["params"])
+            movable = {id(param) for param in every if not zero_params.is_persistent(param)}
+            share = self._host_share if self.swap_optimizer else 0.0
+            self._in_host = params_in_host(self.layer_map, movable, zero_params.shard_numel, share)
+        in_host = self._in_host
 
         def stays(param: nn.Parameter) -> bool:
             return id(param) in self._persistent
 
+        def rests(param: nn.Parameter) -> bool:
+            return id(param) in in_host
+
         chunks: list[list[nn.Parameter]] = []
         for unit in self.layer_map.in_chunk_order(self.params_in_nvme_and_cpu):
             members = (param for param in params_group if self._unit_of[id(param)] == unit)
-            layout = chunk_layout(members, zero_params.shard_numel, stays, self.sub_group_size)
+            layout = chunk_layout(members, zero_params.shard_numel, stays, self.sub_group_size, rests)
             chunks += [params for params, _ in layout]
         return chunks
+
+    def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:  # override
+        """As stock, but for chunks of the share that rests in host memory."""
+        rests = id(self.fp16_groups[sub_group_id][0]) in (self._in_host or ())
+        return not rests and super()._swappable_optimizer_subgroup(sub_group_id)
 
     def steps(self, param: nn.Parameter) -> bool:
         """Whether the parameter belongs to the optimizer."""
@@ -143,6 +160,17 @@ class ChunkedStage3(StateRoutes):
         params, dtype, device = self.reductions(unit)[number], self.gradient_accumulation_dtype, accelerator.device_name()
         zeros = [torch.zeros(zero_params.full_numel(param), dtype=dtype, device=device) for param in params]
         self.start_reduction(unit, zeros)()
+
+
+def params_in_host(
+    layers: LayerMap, movable: Collection[int], numel: Callable[[nn.Parameter], int], share: float
+) -> frozenset[int]:
+    """By id the parameters whose state rests in host memory where `share` of it does: first those outside the layers, which are
+    reduced last and stepped first. `movable`: by id those whose state would be on SSD; `numel`: elements on this rank."""
+    units = {unit: [param for param in params if id(param) in movable] for unit, params in layers.units.items()}
+    outside = [param for unit, params in units.items() if not isinstance(unit, int) for param in params]
+    inside = [params for unit, params in units.items() if isinstance(unit, int)]
+    return frozenset(map(id, spread_params(outside, inside, numel, share)))
 
 
 def make_chunks(optimizer: ChunkedStage3, early_share: float, generations: int) -> list[Chunk]:

@@ -66,7 +66,7 @@ class VerticalStage3(ChunkedStage3):
         self.checksums = Checksums(vertical.verify)  # of this rank's files of state and parameters
         self.after_writes = [self.checksums.clear]
         self._dynamic_scale = bool(kwargs.get("dynamic_loss_scale"))
-        super().__init__(*args, layers=layers, **kwargs)
+        super().__init__(*args, layers=layers, host_share=vertical.optimizer_host_share, **kwargs)
 
     def start_pipeline(
         self, new_queue: Callable[[], DiskQueue], updates: Updates, tracer: Tracer, begin: Callable[[], None]
@@ -137,7 +137,10 @@ class VerticalStage3(ChunkedStage3):
         """Files of one generation; of two where early steps need them, and every rank has room or the JSON asks for them."""
         dynamic_scale = self._dynamic_scale and self.dtype == torch.float16  # other dtypes have a static one, whatever is asked
         certain = self.clip_grad == 0.0 and not dynamic_scale
-        self.timing = self._new_timing(certain=certain, in_files=self.swap_optimizer)
+        scheduled = [i for i in range(len(self.fp16_groups)) if not self.is_persistent_chunk(i)]
+        on_ssd = partial(zero_optimizer.is_chunk_on_ssd, self)
+        in_files = self.swap_optimizer and (not self._vertical.optimizer_host_share or any(map(on_ssd, scheduled)))
+        self.timing = self._new_timing(certain=certain, in_files=in_files)
         stepped = [param for chunk in self.fp16_groups for param in chunk if zero_params.is_on_ssd(param)]
         shards = {zero_params.second_generation(f.path): f.num_bytes for f in map(zero_params.swap_file, stepped)}
         one, both = (zero_optimizer.optimizer_files(self, generations) for generations in (1, 2))

@@ -87,20 +87,22 @@ def test_a_vertical_engine_keeps_an_account_of_what_it_ran(
 
 
 @pytest.mark.parametrize(
-    ("clip", "keep"),
+    ("clip", "keep", "state"),
     [
-        (0.0, {}),
-        (0.0, {"keep": "everything", "keep_device": "ssd"}),
-        pytest.param(0.05, {}, marks=pytest.mark.slow),
-        pytest.param(0.05, {"keep": "products", "keep_device": "ssd", "keep_share": 0.5}, marks=pytest.mark.slow),
+        (0.0, {}, None),
+        (0.0, {"keep": "everything", "keep_device": "ssd"}, None),
+        pytest.param(0.05, {}, None, marks=pytest.mark.slow),
+        pytest.param(0.05, {"keep": "products", "keep_device": "ssd", "keep_share": 0.5}, None, marks=pytest.mark.slow),
+        pytest.param(0.0, {}, 0.6, marks=pytest.mark.slow),
+        pytest.param(0.05, {}, 0.6, marks=pytest.mark.slow),
     ],
 )
 def test_the_table_has_what_activations_gradients_and_kept_values_move_on_ssd(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float, keep: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float, keep: dict[str, Any], state: float | None
 ) -> None:
     monkeypatch.setenv(METRICS_VARIABLE, str(tmp_path / "metrics"))
     section = {"activations": {"device": "ssd", "share": 0.5, **keep}, "gradient_host_share": 0.25}
-    section |= {"optimizer_delay": 0.5, "prefetch_layers": 0}  # nothing crosses the steps' ends
+    section |= {"optimizer_host_share": state, "optimizer_delay": 0.5, "prefetch_layers": 0}  # nothing crosses the steps' ends
     config = small_buffers(base_config(tmp_path, num_micro_batches=4, clip=clip, section=section), 1_200_000)
     ids = torch.arange(2 * 64).view(2, 64) % 61
     with running(config, lambda: MixerModel(3, 768, vocab=61), vertical=True) as (engine, _):

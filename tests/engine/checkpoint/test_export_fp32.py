@@ -167,6 +167,7 @@ def test_the_script_stands_alone_and_knows_the_format() -> None:
         ("fp32", {"params": "cpu"}),
         ("fp32", {"sub_group_size": 300_001, "section": {"optimizer_delay": 1.0}}),
         ("fp32", {"persistence": None, "max_in_cpu": 600_000}),
+        ("fp32", {"section": {"optimizer_host_share": 0.6}}),
     ],
     ids=str,
 )

@@ -113,6 +113,9 @@ def test_on_another_file_system_files_are_copied(tmp_path: Path) -> None:
         (0.0, {"params": "cpu"}),
         (0.0, {"params": "none"}),
         (CLIP, {"section": {"gradient_host_share": 0.0}, "delay": 1.0}),
+        (0.0, {"section": {"optimizer_host_share": 0.6}}),
+        (CLIP, {"section": {"optimizer_host_share": 0.6, "optimizer_speculation": True}}),
+        (0.0, {"section": {"optimizer_host_share": 1.0}}),
         (0.0, {"section": {"seed_micro_batches": False}}),
         (0.0, {"section": {"seed": None}}),
     ],
@@ -132,6 +135,8 @@ OTHERS: list[dict[str, Any]] = [
     {"section": {"on_nonfinite": "stop"}},  # steps in place, one generation of files
     {"clip": 1e6, "section": {"optimizer_speculation": True}},  # clips nothing
     {"section": {"verify": True}},
+    {"section": {"optimizer_host_share": 0.6}},
+    {"section": {"optimizer_host_share": 1}},
 ]
 
 
@@ -143,6 +148,19 @@ def test_another_timing_or_tier_at_resume_has_the_same_bits(tmp_path: Path, othe
         engine.save_checkpoint(str(tmp_path / "saved"))
         losses, expected = train(engine, range(2, 5)), contents(engine, model)
     with loaded(config_in(tmp_path / "ssd", **other), tmp_path / "saved") as (engine, model):
+        assert train(engine, range(2, 5)) == losses
+        assert differing(expected, contents(engine, model)) == []
+
+
+@pytest.mark.parametrize("other", [{}, {"optimizer_host_share": 0.3, "optimizer_delay": 1.0}, {"optimizer_host_share": 1.0}])
+@slow
+def test_another_share_of_state_in_host_memory_at_resume_has_the_same_bits(tmp_path: Path, other: dict[str, Any]) -> None:
+    made = config_in(tmp_path / "ssd", section={"optimizer_host_share": 0.6})
+    with running(made, model_of, vertical=True) as (engine, model):
+        train(engine, range(2))
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        losses, expected = train(engine, range(2, 5)), contents(engine, model)
+    with loaded(config_in(tmp_path / "ssd", section=other), tmp_path / "saved") as (engine, model):
         assert train(engine, range(2, 5)) == losses
         assert differing(expected, contents(engine, model)) == []
 
