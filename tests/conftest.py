@@ -64,7 +64,7 @@ SLOW_MEMBERS = {
     "test_delay.py::test_parameters_written_late_are_read_after_that[False-0.0]",
     "test_durability.py::test_each_name_comes_after_what_it_names[cpu-True]",
     "test_efficiency.py::test_a_vertical_engine_keeps_an_account_of_what_it_ran[0.05]",
-    "test_efficiency.py::test_the_table_has_what_activations_gradients_and_kept_values_move_on_ssd[0.0-keep1]",
+    "test_efficiency.py::test_the_table_has_what_activations_gradients_and_kept_values_move_on_ssd[0.0-keep1-None]",
     "test_engine_state.py::test_an_exception_leaves_everything_as_it_was[backward]",
     "test_engine_state.py::test_an_exception_leaves_everything_as_it_was[glue]",
     "test_engine_state.py::test_an_exception_leaves_everything_as_it_was[prefix]",
