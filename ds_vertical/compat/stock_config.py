@@ -105,10 +105,10 @@ def wants_half(config: Mapping[str, object]) -> bool:
     return any(section.get("enabled") for section in sections if isinstance(section, Mapping))
 
 
-def has_dynamic_scale(config: dict[str, Any]) -> bool:
+def has_dynamic_scale(config: Mapping[str, object]) -> bool:
     """Whether the JSON asks for fp16 with a loss scale that changes from step to step."""
-    fp16 = config.get("fp16") or {}
-    return bool(fp16.get("enabled")) and not fp16.get("loss_scale")
+    fp16 = config.get("fp16")
+    return isinstance(fp16, Mapping) and bool(fp16.get("enabled")) and not fp16.get("loss_scale")
 
 
 def element_bytes(units: Iterable[Sequence[ZeroParam]], config: dict[str, Any]) -> int:

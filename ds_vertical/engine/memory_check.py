@@ -124,14 +124,14 @@ class Forecast:
     @property
     def shape(self) -> ModelShape:
         """The model, and where its tensors will rest."""
-        units, shards = self._layers.units, self._shards
-        in_files = shards.in_files
+        units, shards, in_files = self._layers.units, self._shards, self._shards.in_files
+        every: tuple[Unit, ...] = (PRE, *range(self._layers.num_layers))  # that every model has; `suf` is counted apart
         file_ids = {id(param) for param in in_files}
         elements = {unit: sum(map(zero_params.full_numel, params)) for unit, params in units.items()}
         stepped = {id(param) for chunk in self.chunks for param in chunk.params}
         trained = {u: sum(zero_params.full_numel(p) for p in params if id(p) in stepped) for u, params in units.items()}
         files = {u: sum(shards.file_bytes(p) for p in params if id(p) in file_ids) for u, params in units.items()}
-        pre, *layer_elements = (elements[unit] for unit in self._units)
+        pre, *layer_elements = (elements[unit] for unit in every)
         rank = sum(elements.values()) / shards.num_shards
         resting = rank - sum(map(shards.numel, in_files))
         return ModelShape(
@@ -153,8 +153,8 @@ class Forecast:
                     TensorKind.GRADIENTS: {Tier.SSD: 1 - self._resolved.gradient_host_share},
                 }
             ),
-            files=tuple(files[unit] for unit in self._units),
-            gradients=tuple(trained[unit] for unit in self._units),
+            files=tuple(files[unit] for unit in every),
+            gradients=tuple(trained[unit] for unit in every),
             slot_bytes=max(self._piece_bytes, default=0),
             suf=SufShape(elements[SUF], trained[SUF], files[SUF]) if SUF in units else None,
             apart=self._layers.outside.apart,
@@ -231,11 +231,6 @@ class Forecast:
         return (memory_budget.STOCK_BUFFERS + 1) * state + staged + 2 * FP32_BYTES * resting
 
     # ---- sizes
-
-    @property
-    def _units(self) -> tuple[Unit, ...]:
-        """Those that every model has; `suf` is counted apart."""
-        return (PRE, *range(self._layers.num_layers))
 
     @property
     def _piece_bytes(self) -> list[int]:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import forks
+import pytest
 from harness import base_config, small_buffers
 from places import SUPPORT
 
@@ -45,6 +46,7 @@ def test_a_limit_below_what_deepspeed_locks_is_refused_and_the_one_that_is_advis
     assert 0.95 * more <= most <= more, (more, most)
 
 
+@pytest.mark.slow
 def test_buffers_that_a_frozen_base_has_had_are_not_counted_again_for_its_adapters(tmp_path: Path) -> None:
     """The base is made under zero.Init, its adapters outside: they join the base's buffers."""
     word, told, most, left = limited(tmp_path, 2 * MIB, "adapters")  # those of zero.Init, and no more

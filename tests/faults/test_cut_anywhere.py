@@ -171,7 +171,8 @@ LEAST = {"evaluate": 600, "save": 300, "portable": 250, "three calls": 600, "wei
 
 def check_reached(name: str, found: Counter[Site], cuts: Sequence[Cut]) -> None:
     assert len(found) > LEAST[name], f"boundaries of functions are not seen: {len(found)}"
-    assert sum(bool(cut.done) for cut in cuts) > 0.85 * len(cuts), [str(cut) for cut in cuts if not cut.done]
+    least = min(0.85 * len(cuts), len(cuts) - 1)  # of few cuts one may be behind where this run has ended
+    assert sum(bool(cut.done) for cut in cuts) >= least, [str(cut) for cut in cuts if not cut.done]
 
 
 def between_steps(folder: Path, kind: str, name: str, count: int | None) -> None:
