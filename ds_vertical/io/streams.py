@@ -191,10 +191,12 @@ class OutgoingStream:
     """Copies from a device to page-locked host memory, beside its computation, in a stream that is made for the first of them.
     Where the device is the host a copy is complete at once.
 
-    What is copied takes device memory until then. So the copies up to one mark may be under way, and no more.
+    What is copied takes device memory until then. So the copies up to one mark may be under way, and no more. `beside` False:
+    none may, and `mark` waits for all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside: bool = True) -> None:
+        self._beside = beside
         self._stream: torch.Stream | None = None
         self._marked: DeviceEvent | None = None
 
@@ -212,12 +214,14 @@ class OutgoingStream:
         source.record_stream(self._stream)
 
     def mark(self) -> DeviceEvent | None:
-        """The event behind all copies so far; None where they are complete. Waits for those up to the mark before."""
+        """The event behind all copies so far; None where the device is the host. Waits for those up to the mark before, or for
+        all: see the class."""
         if self._stream is None:
             return None
         before, self._marked = self._marked, record_event(self._stream)
-        if before is not None:
-            before.synchronize()
+        last = before if self._beside else self._marked
+        if last is not None:
+            last.synchronize()
         return self._marked
 
     def wait(self) -> None:

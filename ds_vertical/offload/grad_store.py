@@ -156,10 +156,13 @@ class HeldGradients:
     [Note: gradients in place] With one rank, sums in fp32 and one memory for device and host, the sums themselves are held
     as long as all of a unit waits, or none of it does. Otherwise what waits is copied, so that the rest need not.
 
-    Uses end on the pipeline's thread, too.
+    `leaves_beside`: a unit's gradients may be on their way from the device while the next unit's are summed there; else `hold`
+    returns when they have arrived. Uses end on the pipeline's thread, too.
     """
 
-    def __init__(self, chunks: Sequence[Parted], file: GradientFile, keep: bool, page_locked: bool) -> None:
+    def __init__(
+        self, chunks: Sequence[Parted], file: GradientFile, keep: bool, page_locked: bool, leaves_beside: bool = True
+    ) -> None:
         self._chunks = chunks
         self.file = file
         self._keep = keep
@@ -167,7 +170,7 @@ class HeldGradients:
         self._units: dict[Unit, _Unit] = {}
         self._owner: dict[int, Unit] = {}  # by chunk
         self._reserve = Reserve(_page_locked if page_locked else aligned)
-        self._outgoing = streams.OutgoingStream()
+        self._outgoing = streams.OutgoingStream(leaves_beside)
 
     @property
     def num_bytes(self) -> int:

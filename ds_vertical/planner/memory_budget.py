@@ -17,6 +17,7 @@ P elements of this rank, M micro-batches, L layers, layers of at most N elements
             working              what one layer's backward needs for one micro-batch, and on the host the gradients of the last
             gradients on their way  of a unit, while the next one's are summed: with several ranks 4N, whose reduction is under
                                  way; beside the host 4N of this rank's shares, which leave for it
+                                 (none where w is 0: then the host waits for them)
             norm of a gradient   what a REDUCE needs beside the sums, beyond the working memory, which is free then
 
 Where device and host are one memory, all of it is the host's; with one rank the gathered parameters are then the buffers and
@@ -236,7 +237,8 @@ def _device(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     yield _item(Tier.DEVICE, "one layer's backward", backward_bytes(shape, terms), "train_micro_batch_size_per_gpu")
     reducing = max(0, shape.reduce_bytes - backward_bytes(shape, terms))
     yield _item(Tier.DEVICE, "norm of a gradient", reducing, "(largest parameter)")
-    reducing, leaving = shape.num_shards > 1, 0.0 if terms.one_memory else 1 / shape.num_shards
+    reducing, leaves = shape.num_shards > 1, not terms.one_memory and terms.window > 0
+    leaving = 1 / shape.num_shards if leaves else 0.0
     under_way = max(shape.unit_gradients) * shape.gradient_bytes * (reducing + leaving)
     yield _item(Tier.DEVICE, "gradients on their way", under_way, "vertical_schedule.overlap")
     yield from _kept(shape, terms, Tier.DEVICE)

@@ -19,7 +19,13 @@ from late_worker import CASES, NUM_LAYERS, Outcome, train
 from places import SUPPORT
 
 FAST = [name for name, case in CASES.items() if case.fast]
-BUDGETED = ["bf16, clipped", "fp32, clipped", "fp32, half of each layer late", "bf16, all in host memory"]
+BUDGETED = [
+    "bf16, clipped",
+    "fp32, clipped",
+    "fp32, half of each layer late",
+    "bf16, all in host memory",
+    "fp32, no layer ahead",
+]
 ALL = [pytest.param(name, marks=() if case.fast else pytest.mark.slow) for name, case in CASES.items()]
 
 

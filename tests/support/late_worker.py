@@ -147,6 +147,7 @@ CASES = {
     "bf16, parameters on the device": _case("bf16", 1.0, params="none", optimizer="cpu"),
     "fp32, small ones persistent": _case("fp32", 1.0, persistence=None),
     "bf16, nothing beside anything": _case("bf16", 1.0, {"overlap": False}),
+    "fp32, no layer ahead": _case("fp32", 1.0, {"prefetch_layers": 0}),
     "bf16, asked to stop": replace(_case("bf16", 1.0), num_steps=1, between=ask_to_stop, listens=True),
     "fp32, generates": replace(_case("fp32", 1.0), between=generate, build=partial(tiny_neox, NUM_LAYERS, 256, dropout=0.1)),
     "fp32, compiled blocks": replace(_case("fp32", 1.0), build=build_compiled),

@@ -356,10 +356,9 @@ def _acco_lines(found: JsonObject) -> list[str]:
         return [f"{would}, and a rank lacks {lacking} for it"]
     if acco["step_over_chosen"] > _WORTH:
         return [f"{would}: not worth it here"]
-    size = {} if acco["copies"] == "rank" else {"zero_hpz_partition_size": found["ranks_per_node"]}
-    keys = ", ".join(f'"{key}": {value}' for key, value in size.items())
-    beside = f" and {keys} in zero_optimization" if size else ""
-    own = f'"acco": {{"copies": "{acco["copies"]}"}} in vertical_schedule{beside}'
+    own = f'"acco": {{"copies": "{acco["copies"]}"}} in vertical_schedule'
+    if acco["copies"] == "node":
+        own += f', "zero_hpz_partition_size": {found["ranks_per_node"]} in zero_optimization'
     return [f'{would}: where the loss allows it (docs/acco.md), write {own}, and "cpu" as both offload devices']
 
 

@@ -88,7 +88,13 @@ class VerticalStage3(ChunkedStage3):
         for path, num_bytes in file.sizes.items():
             stripes.spread_file(path, num_bytes)
         disk_check.require(file.sizes)
-        self.gradients = HeldGradients(chunks, file, self._vertical.keep_gradients, accelerator.device_name() != "cpu")
+        self.gradients = HeldGradients(
+            chunks,
+            file,
+            self._vertical.keep_gradients,
+            page_locked=accelerator.device_name() != "cpu",
+            leaves_beside=self._vertical.prefetch_layers > 0,
+        )
         sizes = bytes_read(chunks, file.extents)
         overlap = self._vertical.overlap
         self.slots = [pinned_memory.lock_host_bytes(max(sizes)) for _ in range(memory_budget.num_slots(len(sizes), overlap))]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_vertical.cli import main
+from ds_vertical.cli.plan import command
 from ds_vertical.cli.plan.half_steps import HalfStep, two_halves
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner import machine as profile
@@ -120,14 +120,26 @@ def test_a_half_moves_each_weight_and_gradient_once() -> None:
     assert moved == pytest.approx(_LAYERS * _NUMEL * (2 + 4) / 2)
 
 
-@pytest.mark.parametrize(("rate", "word"), [(1e13, "not worth it here"), (1e5, "not worth it here")])
-def test_the_command_says_whether_to_try_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], rate: float, word: str) -> None:
+def machine_and_links(folder: Path, rate: float) -> list[str]:
     report = json.loads((profile.SHIPPED / "a100_server.json").read_text())
     report["machine"] = {**report["machine"], "one_memory": True}
     links = {"local_bytes_per_s": 5e9, "local_latency_s": 1e-5, "cross_bytes_per_s": rate, "cross_latency_s": 2e-5}
     for name, content in (("machine.json", report), ("links.json", {"links": links})):
-        (tmp_path / name).write_text(json.dumps(content))
-    words = ["plan", "--model", "gpt_13m", "--tokens-per-step", "65536", "--machine", str(tmp_path / "machine.json")]
-    assert main.main([*words, "--nodes", "2", "--num-ranks", "4", "--links", str(tmp_path / "links.json")]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("acco"))
-    assert word in line
+        (folder / name).write_text(json.dumps(content))
+    return ["--machine", str(folder / "machine.json"), "--links", str(folder / "links.json")]
+
+
+def test_the_command_says_whether_to_try_it(tmp_path: Path) -> None:
+    words = ["--model", "gpt_13m", "--tokens-per-step", "65536", "--nodes", "2", "--num-ranks", "4"]
+    found = command.plan(command.parsed([*words, *machine_and_links(tmp_path, 1e13)]))
+    assert found["acco"]["step_over_chosen"] > 0.99 and not found["acco"]["short"]
+
+    def told(**changed: object) -> str:
+        lines = command.plan_lines(found | {"acco": found["acco"] | changed})
+        return next(line for line in lines if line.startswith("acco"))
+
+    assert told().endswith("not worth it here")
+    assert "a rank lacks 2.5 GB of host memory for it" in told(short={"host": 2.5e9})
+    by_rank, by_node = (told(step_over_chosen=0.9, copies=copies) for copies in ("rank", "node"))
+    assert "(-10.0%)" in by_rank and '"acco": {"copies": "rank"}' in by_rank and "zero_hpz_partition_size" not in by_rank
+    assert '"acco": {"copies": "node"}' in by_node and '"zero_hpz_partition_size": 4 in zero_optimization' in by_node
