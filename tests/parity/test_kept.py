@@ -104,6 +104,25 @@ def test_shares_of_the_cells_keep_on_ssd_and_in_host_memory(tmp_path: Path) -> N
     assert sum(found.values()) == 4 and found["ssd"] <= 2 <= found["device"]
 
 
+@pytest.mark.parametrize(("policy", "is_computed_again"), [("none", True), ("everything", False)])
+def test_with_everything_kept_no_layer_runs_twice(tmp_path: Path, policy: str, is_computed_again: bool) -> None:
+    """By the forwards of layer norms: those of a step against those of an evaluation."""
+    batches = batches_of(2)
+    with running(config_in(tmp_path, 2, settings(policy, "device")), MIXER, vertical=True) as (engine, _):
+        engine.train_batch(iter(batches[0]))  # what is tried and recorded runs twice
+        in_step = norms_of(partial(engine.train_batch, iter(batches[1])))
+        in_evaluation = norms_of(partial(engine.eval_batch, iter(batches[1])))
+    assert in_evaluation > 8 and (in_step > in_evaluation) is is_computed_again
+    assert is_computed_again or in_step == in_evaluation
+
+
+def norms_of(call: Callable[[], object]) -> int:
+    """How often a call runs a layer norm forward."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        call()
+    return sum(event.name == "aten::native_layer_norm" for event in profiler.events())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(("policy", "tier"), PLACES)
