@@ -257,7 +257,7 @@ def readable_architectures(named: str) -> str:
 def _said_architectures(named: str) -> str:
     """`readable_architectures`; says once where that is another list."""
     readable = readable_architectures(named)
-    if re.search("[a-z]", named):
+    if re.search("[a-z]", named) and not _in_turn():
         say(f"{ARCHITECTURES} is {named!r}, whose letters DeepSpeed's builder does not read: compiling for {readable!r}")
     return readable
 
@@ -295,6 +295,22 @@ def _compile(stock_load: StockLoad, builder: OpBuilder, op_folder: Path) -> Modu
     return module
 
 
+_holders_of_turn: list[int] = []  # process ids
+
+
+def join_turn(holder: int) -> None:
+    """Compile from now on in the turn that the process `holder`, which has started this one, holds until this one ends."""
+    _holders_of_turn[:] = [holder]
+
+
+def _in_turn() -> bool:
+    return os.getppid() in _holders_of_turn  # one that was killed holds nothing any more
+
+
+def _turn() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if _in_turn() else build_turn(cache_folder())
+
+
 def _load(stock_load: StockLoad, builder: OpBuilder, verbose: bool) -> ModuleType:
     """Stand-in for `OpBuilder.jit_load`: the cached library if there is one, else a visible compile."""
     extensions = Path(os.environ["TORCH_EXTENSIONS_DIR"])
@@ -305,7 +321,7 @@ def _load(stock_load: StockLoad, builder: OpBuilder, verbose: bool) -> ModuleTyp
             return stock_load(builder, verbose)
     library = ready_library(builder.name)
     if library is None:
-        with build_turn(cache_folder()):
+        with _turn():
             library = ready_library(builder.name)
             if library is None:
                 wait_for_lock(op_folder / "lock")
