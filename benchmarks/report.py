@@ -40,6 +40,9 @@ since 03:00, and CPU Adam takes its measured share of the cores since 04:25.
 
 [stock_best.md](stock_best.md) says how the best stock settings were found.
 
+`gpu/` has what was measured on a GPU: one pair of steps so far, which is in no table here.
+[docs/devices.md](../docs/devices.md#what-has-run-on-a-gpu) says what it shows.
+
 `python benchmarks/kept.py --rounds 1 --turns 3` measures what it gains that forwards keep what
 backwards read (`activations.keep`), in about 20 minutes; `--list` names its rows, `--only ROW`
 measures some of them. The arms of a row are processes of one checkout. Each takes a step in turn,

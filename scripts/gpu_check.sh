@@ -30,6 +30,9 @@ limit_s=${LIMIT_S:-600}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} DS_ACCELERATOR=cuda
 [ -z "$dry" ] || export DS_ACCELERATOR=cpu
 
+answers=() # to Ctrl-C, which what a script starts in the background ignores; older ones of env cannot change that
+env --default-signal=INT true 2>/dev/null && answers=(env --default-signal=INT)
+
 run() { # one command, within what is left of the stage's time
     printf '%s\n' "$*"
     [ -z "$prints" ] || return 0
@@ -37,19 +40,30 @@ run() { # one command, within what is left of the stage's time
         echo "gpu_check.sh: the stage's $limit_s seconds are over" >&2
         exit 124
     fi
-    timeout $((limit_s - SECONDS)) "$@"
+    local left=$((limit_s - SECONDS))
+    [ "$left" -le 60 ] || left=$((left - 30)) # Ctrl-C first, and time to answer: pytest then tells what has failed so far
+    # Ctrl-C to this process alone, once: a second one would cut pytest's answer off; then an end to all that it has started
+    timeout -s KILL $((left + 20)) "${answers[@]}" timeout --foreground -s INT "$left" "$@"
 }
 
 [ -z "$wheels" ] || run "$python" -m pip install --no-index --no-deps "$wheels"/*.whl
 [ -n "$prints" ] || mkdir -p "$out"
 
 # both arms: no clipping and on_nonfinite "stop", so that 64 GiB of disk hold one generation of files
-compare() { # micro-batches, layers, width, inner width, heads
-    local config=configs/llama_3_8b_gpu.json steps=3 usage=
+#
+# How many steps fit, by bytes over rates. An SSD of 1.5 GB/s read and 1.8 GB/s write, as the machine of 2026-11-26 had: stock
+# reads 4 M + 16 bytes a parameter and step and writes 18, both counted there, so it takes 31 s for 10^9 parameters at M = 4 and
+# 63 s at M = 16 (at M = 4 35 and 28 s were measured, of 0.17 and of 0.54 billion). The vertical arm reads 12 and writes 14: 16 s
+# one after the other; 10 s were measured, of 0.17 billion. An arm's set-up: 30 s were measured; 20 s more for 10^9 parameters,
+# whose files it writes, are assumed. The first step is not counted, and the vertical arm compares two micro-batches ahead of it.
+#   ab4, 2.7 billion, 2 steps:   stock 84 + 2 * 84 s, vertical 84 + 22 + 2 * 43 s: 444 s
+#   ab16, 1.3 billion, 3 steps:  stock 56 + 3 * 82 s, vertical 56 + 11 + 3 * 21 s: 432 s
+compare() { # micro-batches, steps, layers, width, inner width, heads
+    local config=configs/llama_3_8b_gpu.json steps=$2 usage=
     local settings=(gradient_accumulation_steps="$1" gradient_clipping=0.0 'vertical_schedule.on_nonfinite="stop"')
-    local script=(scripts/train.py --model llama --seq 2048 --dims num_hidden_layers="$2" hidden_size="$3"
-        intermediate_size="$4" num_attention_heads="$5" num_key_value_heads="$5" vocab_size=32000)
-    local buffers=$((32000 * $3))
+    local script=(scripts/train.py --model llama --seq 2048 --dims num_hidden_layers="$3" hidden_size="$4"
+        intermediate_size="$5" num_attention_heads="$6" num_key_value_heads="$6" vocab_size=32000)
+    local buffers=$((32000 * $4))
     settings+=("zero_optimization.offload_param.buffer_size=$buffers" "zero_optimization.reduce_bucket_size=$buffers")
     if [ -n "$dry" ]; then
         config=configs/gpt_13m_cpu.json steps=2
@@ -71,11 +85,18 @@ compare() { # micro-batches, layers, width, inner width, heads
 
 case $stage in
     tests)
-        only=(-m gpu tests)
+        # only these files: others import what a bare machine may not have
+        mapfile -t only < <(grep -rl 'mark\.gpu' tests --include='test_*.py' | sort)
+        only=(-m gpu "${only[@]}")
         [ -z "$dry" ] || only=(--collect-only tests/engine/test_gpu_engine.py)
+        workers=() cores=$(nproc) # most tests are a process or two that set an engine up
+        if "$python" -c 'import xdist' 2>/dev/null && [ "$cores" -ge 4 ]; then
+            workers=(-n $((cores < 16 ? cores / 2 : 8)))
+        fi
         # processes that the tests start have the accelerator; pytest's own computes on the CPU
-        run env DS_ACCELERATOR=cpu TORCH_CUDA_SANITIZER=1 "$python" -m pytest -q -p no:cacheprovider "${only[@]}" ;;
+        run env DS_ACCELERATOR=cpu TORCH_CUDA_SANITIZER=1 "$python" -m pytest -v --tb=short -p no:cacheprovider \
+            "${workers[@]}" "${only[@]}" ;;
     debug) run "$python" scripts/gpu_waits.py --config configs/gpt_13m_cpu.json --model gpt_13m ;;
-    ab4) compare 4 32 2560 6912 20 ;;  # 2.7 B parameters
-    ab16) compare 16 24 2048 5504 16 ;;  # 1.3 B
+    ab4) compare 4 2 32 2560 6912 20 ;;  # 2.7 B parameters
+    ab16) compare 16 3 24 2048 5504 16 ;;  # 1.3 B
 esac

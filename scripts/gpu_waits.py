@@ -24,6 +24,8 @@ from transformers import AutoModelForCausalLM
 import ds_vertical
 from ds_vertical.config.file import read_config
 
+_WAITS = "called a synchronizing"  # in torch's words; that the mode is on it says in others
+
 
 def alone() -> None:
     """The variables of a launcher that starts one process."""
@@ -52,7 +54,7 @@ def watched(step: object) -> Counter[str]:
         finally:
             if on_gpu:
                 torch.cuda.set_sync_debug_mode("default")
-    return Counter(f"{Path(each.filename).name}:{each.lineno}" for each in found if "synchroniz" in str(each.message))
+    return Counter(f"{Path(each.filename).name}:{each.lineno}" for each in found if _WAITS in str(each.message))
 
 
 def main() -> int:

@@ -6,42 +6,85 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from ds_vertical.compat.ops import cache, load
+from ds_vertical.compat.ops import cache, load, side_by_side
 
 
 def main(argv: list[str] | None = None) -> int:
     """`ds-vertical build-ops`: compile what is missing; DeepSpeed and torch are imported only where something is."""
-    description = "Compile the ops into this user's cache, once per machine."
-    parser = argparse.ArgumentParser(prog="ds-vertical build-ops", description=description)
-    parser.add_argument("--force", action="store_true", help="throw this machine's ops away and compile them again")
-    force = parser.parse_args(argv).force
+    options = _parse(argv)
     start = time.monotonic()
     cache.set_environment()
     needed = load.needed_ops()
-    for name in needed if force else ():
+    if options.only:
+        cache.join_turn(options.within)
+        cache.activate()
+        return int(_is_stand_in(_load(options.only)))
+    for name in needed if options.force else ():
         cache.forget(name)
-    extensions = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     own = cache.is_own_folder()
     missing = [name for name in needed if not own or cache.ready_library(name) is None]
-    if missing:
-        cache.say(f"{len(missing)} of {len(needed)} ops are to be compiled: {', '.join(missing)}")
-        cache.activate()
-    with_fallback: dict[str, Callable[[], Any]] = {
+    slow, failed = _compile(missing, len(needed), own) if missing else ([], [])
+    if failed:
+        print(f"{', '.join(failed)}: not compiled; the compiler's words are above", file=sys.stderr)
+    if slow:
+        print(f"{', '.join(slow)}: not compiled, slower stand-ins work in their place; see above", file=sys.stderr)
+    if failed or slow:
+        return 1
+    where = cache.cache_folder() if own else Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    print(f"the ops are ready in {where} ({time.monotonic() - start:.1f} s)")
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    description = "Compile the ops into this user's cache, once per machine."
+    parser = argparse.ArgumentParser(prog="ds-vertical build-ops", description=description)
+    parser.add_argument("--force", action="store_true", help="throw this machine's ops away and compile them again")
+    parser.add_argument("--only", help=argparse.SUPPRESS)  # of a process that another one has started: see `side_by_side`
+    parser.add_argument("--within", type=int, default=0, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def _compile(missing: Sequence[str], num_needed: int, own: bool) -> tuple[list[str], list[str]]:
+    """Compile the ops of these names. Returns those that have a slower stand-in, and those that nothing stands in for. `own`:
+    into this package's cache. Elsewhere, and where few files may be compiled at a time, here and one after the other: then
+    raises what DeepSpeed raises for one that nothing stands in for."""
+    cache.say(f"{len(missing)} of {num_needed} ops are to be compiled: {', '.join(missing)}")
+    cache.activate()
+    with cache.architectures_readable():  # says once what is left out of them, or refuses them
+        pass
+    most = side_by_side.most_at_once() if own else 1
+    first = [name for name in missing if name == load.LINKED_BY_OTHERS]
+    others = [name for name in missing if name not in first]
+    if most == 1 or len(others) == 1:
+        return [name for name in missing if _is_stand_in(_load(name))], []
+    for name in first:
+        _load(name)
+    lost = side_by_side.compile_side_by_side(others, most, _command)
+    slow = [name for name in lost if name in _with_stand_in()]
+    return slow, [name for name in lost if name not in slow]
+
+
+def _command(name: str, pid: int) -> list[str]:
+    return [sys.executable, "-m", "ds_vertical.cli.build_ops", "--only", name, "--within", str(pid)]
+
+
+def _with_stand_in() -> dict[str, Callable[[], object]]:
+    return {
         load.FREE_ADAM.build_name: load.free_adam,
         load.IDENTITY_NODE.build_name: load.identity_node,
         load.BLOCK_QUANTIZE.build_name: load.block_quantizer,
     }
-    loaded = {name: with_fallback.get(name, lambda name=name: needed[name]().load(verbose=False))() for name in missing}
-    slow = [name for name, op in loaded.items() if op is None or isinstance(op, load.PiecewiseAdam)]
-    if slow:
-        print(f"{', '.join(slow)}: not compiled, slower stand-ins work in their place; see above", file=sys.stderr)
-        return 1
-    print(f"the ops are ready in {cache.cache_folder() if own else extensions} ({time.monotonic() - start:.1f} s)")
-    return 0
+
+
+def _load(name: str) -> object:
+    return _with_stand_in().get(name, lambda: load.needed_ops()[name]().load(verbose=False))()
+
+
+def _is_stand_in(loaded: object) -> bool:
+    return loaded is None or isinstance(loaded, load.PiecewiseAdam)
 
 
 if __name__ == "__main__":

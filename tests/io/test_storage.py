@@ -13,6 +13,7 @@ import re
 import signal
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -163,6 +164,30 @@ def test_an_exception_that_ends_the_process_releases_too(tmp_path: Path, job: Ca
     failing = job(tmp_path, "run1", 0, "raise")
     assert failing.finish() == 1
     assert "boom" in failing.errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_signal_at_the_exit_does_not_cut_the_removal_off(tmp_path: Path) -> None:
+    """As a launcher sends SIGTERM: to the process, and again to its group."""
+    code = f"""
+import os, signal, sys, time
+from ds_vertical.io import remove_tree
+from ds_vertical.io.runs.run_dir import RunFolder
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+folder = RunFolder.claim({str(tmp_path)!r}, "run1", 0)
+(folder.path / "inside").mkdir()
+(folder.path / "inside" / "swap").touch()
+remove = remove_tree._remove_folder
+def slowly(*args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    return remove(*args)
+remove_tree._remove_folder = slowly
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 143 and done.stderr == "", done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

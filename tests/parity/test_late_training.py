@@ -15,7 +15,7 @@ import forks
 import harness
 import pytest
 import torch
-from late_worker import CASES, NUM_LAYERS, Outcome, train
+from late_worker import BUFFERED, CASES, NUM_LAYERS, Outcome, train
 from places import SUPPORT
 
 FAST = [name for name, case in CASES.items() if case.fast]
@@ -59,11 +59,13 @@ def test_training_has_the_bits_of_the_cpu(tmp_path: Path, late: Callable[[str], 
     harness.assert_identical(train(CASES[name], tmp_path), outcome.run)
 
 
-def test_the_host_waits_a_few_times_a_step_and_for_no_fetch_nor_micro_batch(late: Callable[[str], Outcome]) -> None:
-    waits = late("fp32, clipped").waits[-1]
+@pytest.mark.parametrize("name", ["fp32, clipped", BUFFERED])
+def test_the_host_waits_a_few_times_a_step_and_for_no_fetch_nor_micro_batch(late: Callable[[str], Outcome], name: str) -> None:
+    waits = late(name).waits[-1]
     by_site = Counter[str]()
     for wait, count in waits.items():
         by_site[wait.site] += count
+    assert by_site.pop("snapshot.py:changed", 0) == (1 if name == BUFFERED else 0)  # whether any buffer was written
     assert by_site.pop("zero_optimizer.py:group_norms") <= 3
     assert by_site.pop("zero_optimizer.py:open_step") == 1
     known = {"streams.py:wait", "streams.py:mark", "grad_store.py:wait", "buffers.py:take", "param_shards.py:_wait_copies"}

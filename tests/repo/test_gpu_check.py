@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,10 @@ from ds_vertical.cli.bench import ab
 CHECK = ROOT / "scripts" / "gpu_check.sh"
 
 
-def check(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(["bash", str(CHECK), *words], env=environment, capture_output=True, text=True, timeout=timeout)
+def check(*words: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"} | environment
+    command = ["bash", str(CHECK), *words]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=timeout)
 
 
 @pytest.mark.parametrize(("stage", "count", "billions"), [("ab4", 4, 2.7), ("ab16", 16, 1.3)])
@@ -44,6 +46,7 @@ def test_the_comparisons_are_commands_that_our_tools_take(
     assert shape.num_hidden_layers * layer + 2 * largest == pytest.approx(billions * 1e9, rel=0.05)
     assert config["zero_optimization"]["offload_param"]["buffer_size"] >= largest
     assert f"benchmarks/gpu/{stage}_" in done.stdout
+    assert plan.num_steps >= 2  # the first one is not counted
 
 
 def test_wrong_words_are_refused() -> None:
@@ -54,6 +57,29 @@ def test_a_stage_whose_time_is_over_starts_nothing(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("LIMIT_S", "0")
     done = check("--stage", "debug", "--dry-run", "--out", str(tmp_path))
     assert done.returncode == 124 and "the stage's 0 seconds are over" in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["plain", "started in the background"])
+def test_a_command_is_asked_once_to_end_ahead_of_the_stages_limit(tmp_path: Path, ignored: bool) -> None:
+    """As Ctrl-C asks it: pytest answers with what has failed so far. What a script starts in the background ignores that."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/bash\ntrap 'echo asked' INT\nfor i in {1..40}; do sleep 0.1; done\n")
+    python.chmod(0o755)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+    try:
+        done = check("--stage", "debug", "--dry-run", "--out", str(tmp_path), PYTHON=str(python), LIMIT_S="2")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done.returncode == 124 and done.stdout.splitlines()[1:] == ["asked"], done.stdout + done.stderr
+
+
+def test_the_gpus_tests_are_named_as_they_end() -> None:
+    done = check("--stage", "tests", "--print")
+    words = done.stdout.split()
+    assert "-v" in words and ("-n" in words) is ((os.cpu_count() or 1) >= 4)
+    files = [word for word in words if word.endswith(".py")]
+    assert files == sorted(files) and {"tests/engine/test_gpu_engine.py", "tests/io/test_transfer.py"} <= set(files)
+    assert words[words.index("-m", words.index("pytest")) + 1] == "gpu"
 
 
 @pytest.mark.slow

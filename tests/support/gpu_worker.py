@@ -2,8 +2,9 @@
 
     python tests/support/gpu_worker.py FOLDER '[{"case": "bits", ...}, ...]'
 
-Prints what each case found as the last line, a JSON list. An assertion that fails ends the process. The bits of two runs are
-equal where the kernels are deterministic: torch is told so, and whoever starts the process sets CUBLAS_WORKSPACE_CONFIG.
+Where a case's `device` is "late", that is the tests' late device. Prints what each case found as the last line, a JSON list. An
+assertion that fails ends the process. The bits of two runs are equal where the kernels are deterministic: torch is told so, and
+whoever starts the process sets CUBLAS_WORKSPACE_CONFIG.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from chunks import a_chunk, no_queue
 from models import MixerBlock, MixerModel, token_batches
 
+from ds_vertical.io.streams import works_beside_host
 from ds_vertical.offload.grad_store import GradientFile, HeldGradients, ReducedSums
 from ds_vertical.offload.state_files import Chunk
 
@@ -134,30 +136,31 @@ def read(held: HeldGradients, chunk: Chunk, found: list[torch.Tensor]) -> None:
 
 
 def gradients(_: Path, device: str) -> dict[str, Any]:
-    """Another thread reads gradients that a busy device has yet to send. `page_locked`: memory of copies."""
-    chunk = a_chunk(0.5)
-    on_gpu = device == "cuda"
-    held = HeldGradients([chunk], GradientFile(Path(), [], no_queue), False, page_locked=on_gpu)
-    size = sum(chunk.sizes)
-    page_locked = on_gpu
+    """Another thread reads gradients that a busy device has yet to send. As in a step, a sum is given up once it is on its way,
+    and its memory is the next one's. `page_locked`: memory of copies."""
+    chunk, beside = a_chunk(0.5), works_beside_host(torch.device(device))
+    held = HeldGradients([chunk], GradientFile(Path(), [], no_queue), False, page_locked=beside)
+    size, page_locked = sum(chunk.sizes), beside
+    torch.empty(1, pin_memory=beside)  # torch asks the late device what is page-locked only once it has made some by itself
     for busy in (False, True):  # at first without, which makes the page-locked memory and loads the kernels
-        flat = torch.zeros(size, device=device)
         values = torch.arange(float(size), device=device) + busy
-        if busy and on_gpu:
+        if busy and device == "cuda":
             torch.cuda._sleep(1_000_000_000)
-        flat.copy_(values)
-        shares = list(flat.split(list(chunk.sizes)))
-        in_place = held.hold(3, [0], ReducedSums(shares, flat, lambda _: None), early=True, final=True)
-        if not in_place:
-            flat.fill_(-1.0)  # its next user, after the copies
-        if busy and on_gpu:
-            assert not torch.cuda.current_stream().record_event().query()  # the host has waited for nothing
-            page_locked = all(part.memory.tensor.is_pinned() for part in held._units[3].parts.values())
+        flat = values.clone()  # behind what keeps the device busy
+        sums = ReducedSums(list(flat.split(list(chunk.sizes))), None if beside else flat, lambda _: None)
+        held.hold(3, [0], sums, early=True, final=True)
+        del flat, sums, values
+        behind = torch.full((2, size), -1.0, device=device)  # in memory that is free by then
+        if busy and beside:
+            parts = list(held._units[3].parts.values())
+            assert all(part.copied is not None and not part.copied.query() for part in parts)  # the host has not waited
+            page_locked = all(part.memory.tensor.is_pinned() for part in parts)
         found: list[torch.Tensor] = []
         reader = threading.Thread(target=read, args=(held, chunk, found))
         reader.start()
         reader.join()
         assert torch.equal(torch.cat(found), torch.arange(float(size)) + busy)
+        assert behind.sum().item() == -2.0 * size
     return {"page_locked": page_locked}
 
 
@@ -178,8 +181,12 @@ def main(folder: str, listed: str) -> int:
     torch.backends.cuda.enable_flash_sdp(False)  # leaves attention as matrix products, whose backward is deterministic
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    found = []
-    for index, case in enumerate(json.loads(listed)):
+    found, cases = [], json.loads(listed)
+    if any(case.get("device") == "late" for case in cases):
+        import late_accelerator
+
+        late_accelerator.use()
+    for index, case in enumerate(cases):
         place = Path(folder, str(index))
         place.mkdir()
         found.append(CASES[case.pop("case")](place, **case))

@@ -17,6 +17,8 @@ from ds_vertical.compat import pinned_memory
 from ds_vertical.compat.ops import load
 from ds_vertical.io.files import preallocate
 from ds_vertical.io.streams import CopyStream, EventWindow, OutgoingStream, record_event, recorder
+from ds_vertical.model.state.snapshot import SMALL_NUMEL, Snapshot
+from ds_vertical.model.state.survey import OUTSIDE, StateSlot, entry_of
 from ds_vertical.offload.grad_store import GradientFile, HeldGradients, ReducedSums
 from ds_vertical.offload.param_shards import Landing, Resident
 from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
@@ -321,3 +323,24 @@ def the_host_is_so_many_layers_ahead_and_no_more() -> None:
     assert window.has_room(2) and not window.has_room(3)
     torch.ones(1, device=DEVICE) + 1  # the device comes to it by itself
     assert window.has_room(3)
+
+
+@case
+def a_device_tells_once_what_has_changed_though_it_was_put_back() -> None:
+    state = {name: torch.zeros(numel, device=DEVICE) for name, numel in (("small", 3), ("large", SMALL_NUMEL + 1), ("same", 5))}
+    owner: dict[str, object] = dict(state)
+    taken = Snapshot([StateSlot(name, OUTSIDE, entry_of(owner, name)) for name in owner], [], closely=False)
+
+    def told() -> list[str]:
+        return [change.item.path for change in taken.changes(whole=True)]
+
+    with late_device.waits() as waits:
+        for value in (1, 0):
+            state["small"].data.fill_(value)
+            assert not list(taken.changes(waits=False))
+        assert not waits
+        assert told() == ["small"]
+    assert sum(waits.values()) == 1, waits
+    assert told() == []
+    state["large"].data.fill_(1)  # of which there is no copy
+    assert told() == ["large"]

@@ -25,13 +25,15 @@ from typing import Any
 import harness
 import pytest
 import torch
-from models import MixerBlock, MixerModel, tiny_neox, token_batches
+from models import MixerBlock, MixerModel, next_token_loss, tiny_neox, token_batches
 from torch import nn
 
 NUM_LAYERS = 3
 NUM_MICRO_BATCHES = 3
 FAILS_FORWARD, FAILS_BACKWARD = 20, 30  # tokens of the last micro-batch of a step that fails
 WIDTH = 768  # a matrix of two bytes an element is over 1 MiB, and so on SSD
+LARGE_ROWS = 100  # of a buffer of more elements than are copied in each step
+BUFFERED = "fp32, buffers in and around the layers"
 
 
 class FailingBlock(MixerBlock):
@@ -108,6 +110,45 @@ def build_compiled() -> nn.Module:
     return model
 
 
+class BufferedBlock(MixerBlock):
+    """Reads a small buffer, and one that is too large to be copied in each step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.table[: x.shape[1]] + self.shift)
+
+
+class BufferedModel(MixerModel):
+    """Reads a buffer behind its layers. Once it is to, it writes that ahead of them, where torch does not count it."""
+
+    writes = False
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if self.writes:
+            self.scale.data.mul_(1.125)
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)) * self.scale
+        return logits if labels is None else next_token_loss(logits, labels)
+
+
+def build_buffered() -> BufferedModel:
+    """Buffers in the layers and outside of them, such as rotary frequencies and causal masks."""
+    model = BufferedModel(NUM_LAYERS, WIDTH, dropout=0.1)
+    model.register_buffer("scale", torch.ones(()))
+    for block in model.blocks:
+        block.__class__ = BufferedBlock
+        block.register_buffer("shift", torch.full((WIDTH,), 0.01))
+        block.register_buffer("table", torch.full((LARGE_ROWS, WIDTH), 0.5))
+    return model
+
+
+def begin_to_write(engine: Any, _: harness.Batches, __: Path) -> list[float]:
+    """From now on the forward changes a buffer that it has only read so far."""
+    engine.module.writes = True
+    return []
+
+
 @dataclass(frozen=True)
 class Case:
     """`options`: of `harness.base_config`. `fast`: whether the fast suite has it. `between`: called after the first step with
@@ -129,6 +170,10 @@ IN_HOST = _case("fp32", 0.0, params="cpu", optimizer="cpu")
 CASES = {
     "bf16, clipped": replace(_case("bf16", 1.0), fast=True),
     "fp32, clipped": replace(_case("fp32", 1.0), fast=True),
+    BUFFERED: replace(_case("fp32", 1.0), fast=True, build=build_buffered),
+    "fp32, a buffer that is written from the second step on": replace(
+        _case("fp32", 1.0), num_steps=3, fast=True, between=begin_to_write, build=build_buffered
+    ),
     "bf16, with other calls between the steps": replace(_case("bf16", 1.0), fast=True, between=use_engine),
     "fp32, all in host memory, with other calls": replace(
         _case("fp32", 0.0, params="cpu", optimizer="cpu"), between=use_engine

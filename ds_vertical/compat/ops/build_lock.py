@@ -34,8 +34,8 @@ HOST_S = 30.0  # untouched for so long, a file of another host is that of a dead
 
 
 def say(text: str) -> None:
-    """Print a line to standard error, at once: a compile takes minutes."""
-    print(f"ds_vertical: {text}", file=sys.stderr, flush=True)
+    """Print a line to standard error, at once: a compile takes minutes. In one piece: other processes print there, too."""
+    print(f"ds_vertical: {text}\n", end="", file=sys.stderr, flush=True)
 
 
 def holders(path: Path) -> list[int]:

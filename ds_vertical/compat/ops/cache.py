@@ -33,13 +33,15 @@ from typing import TYPE_CHECKING, Any
 
 from ds_vertical.compat.ops.build_lock import HEARTBEAT_S, build_turn, clear_stale_lock, say, wait_for_lock
 from ds_vertical.compat.ops.build_lock import builder as builder_of
+from ds_vertical.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     StockLoad = Callable[[OpBuilder, bool], Any]  # DeepSpeed's OpBuilder.jit_load: the module
 
-FLAG_VARIABLES = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "TORCH_CUDA_ARCH_LIST")
+ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
+FLAG_VARIABLES = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", ARCHITECTURES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +238,45 @@ def _stdout_into(log: Path) -> Iterator[None]:
             os.close(saved)
 
 
+def readable_architectures(named: str) -> str:
+    """A TORCH_CUDA_ARCH_LIST as DeepSpeed's builder reads it: without the letters of "9.0a" and "10.0f". They ask for what one
+    architecture alone has, in code for a GPU, and no op that is compiled here has such code. Raises ConfigError for words."""
+    found = []
+    for each in named.replace(";", " ").split():
+        known = re.fullmatch(r"(\d+\.\d+)[a-z]?(\+PTX)?", each)
+        if known is None:
+            raise ConfigError(
+                f"{ARCHITECTURES}: got {named!r}; DeepSpeed's builder reads numbers alone; write one such as 9.0, or several"
+                ' with ";" between them, or unset the variable: then the architectures of the GPUs that are there are taken'
+            )
+        found.append(known[1] + (known[2] or ""))
+    return ";".join(dict.fromkeys(found))
+
+
+@functools.cache
+def _said_architectures(named: str) -> str:
+    """`readable_architectures`; says once where that is another list."""
+    readable = readable_architectures(named)
+    if re.search("[a-z]", named) and not _in_turn():
+        say(f"{ARCHITECTURES} is {named!r}, whose letters DeepSpeed's builder does not read: compiling for {readable!r}")
+    return readable
+
+
+@contextlib.contextmanager
+def architectures_readable() -> Iterator[None]:
+    """Within the block the variable is one that DeepSpeed reads. Other code in this process finds what the user has written,
+    and so does whatever asks for this cache's key. Raises ConfigError."""
+    named = os.environ.get(ARCHITECTURES)
+    if not named or accelerator_name() != "cuda":
+        yield
+        return
+    os.environ[ARCHITECTURES] = _said_architectures(named)
+    try:
+        yield
+    finally:
+        os.environ[ARCHITECTURES] = named
+
+
 def _compile(stock_load: StockLoad, builder: OpBuilder, op_folder: Path) -> ModuleType:
     """Let DeepSpeed compile one op, visibly; the compiler's lines go to a log beside the folder."""
     op_folder.parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +285,7 @@ def _compile(stock_load: StockLoad, builder: OpBuilder, op_folder: Path) -> Modu
     start = time.monotonic()
     try:
         log.write_text("")
-        with _stdout_into(log), _heartbeat(builder.name, log):
+        with architectures_readable(), _stdout_into(log), _heartbeat(builder.name, log):
             module = stock_load(builder, True)
     except Exception:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
@@ -254,16 +295,33 @@ def _compile(stock_load: StockLoad, builder: OpBuilder, op_folder: Path) -> Modu
     return module
 
 
+_holders_of_turn: list[int] = []  # process ids
+
+
+def join_turn(holder: int) -> None:
+    """Compile from now on in the turn that the process `holder`, which has started this one, holds until this one ends."""
+    _holders_of_turn[:] = [holder]
+
+
+def _in_turn() -> bool:
+    return os.getppid() in _holders_of_turn  # one that was killed holds nothing any more
+
+
+def _turn() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if _in_turn() else build_turn(cache_folder())
+
+
 def _load(stock_load: StockLoad, builder: OpBuilder, verbose: bool) -> ModuleType:
     """Stand-in for `OpBuilder.jit_load`: the cached library if there is one, else a visible compile."""
     extensions = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     op_folder = extensions / builder.name
     if not is_own_folder():  # we only keep the compile visible
         wait_for_lock(op_folder / "lock")
-        return stock_load(builder, verbose)
+        with architectures_readable():
+            return stock_load(builder, verbose)
     library = ready_library(builder.name)
     if library is None:
-        with build_turn(cache_folder()):
+        with _turn():
             library = ready_library(builder.name)
             if library is None:
                 wait_for_lock(op_folder / "lock")

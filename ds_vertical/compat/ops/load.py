@@ -80,9 +80,12 @@ def _stock_builder(class_name: str) -> OpBuilder:
     return made
 
 
+LINKED_BY_OTHERS = "pin_memory"  # which async_io, and our op over its sources, load ahead of themselves
+
+
 def needed_ops() -> dict[str, Callable[[], OpBuilder]]:
-    """Ops that this package uses here, library name to builder; pin_memory first, because async_io links to it."""
-    stock = {"pin_memory": "PinMemoryBuilder", "cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
+    """Ops that this package uses here, library name to builder; LINKED_BY_OTHERS first."""
+    stock = {LINKED_BY_OTHERS: "PinMemoryBuilder", "cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
     if cache.accelerator_name() == "cpu":
         stock["deepspeed_shm_comm"] = "ShareMemCommBuilder"
     builders: dict[str, Callable[[], OpBuilder]] = {name: functools.partial(_stock_builder, cls) for name, cls in stock.items()}

@@ -16,7 +16,9 @@ import logging
 import os
 import re
 import secrets
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -332,12 +334,17 @@ def remove_tree(guard: Guard) -> None:
 
 
 def release_all() -> None:
-    """At exit. Registered at import, so it runs after the exit handlers of everything that was imported later."""
+    """At exit. Registered at import, so it runs after the exit handlers of everything that was imported later. A launcher may
+    send SIGTERM again meanwhile: the process is ending by then, and ends with what has been removed."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if is_main else None
     for folder in list(_claimed.values()):
         try:
             folder.release()
         except StorageError as error:
             logger.error("%s", error)
+    if before is not None:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _forget_in_child() -> None:

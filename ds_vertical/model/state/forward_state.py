@@ -20,9 +20,9 @@ other item holds the version of the last micro-batch.
 [Note: learning] Which items change is learned in the first step, and again when modules, their modes or the form of the
 micro-batches change: all state is compared with a snapshot taken before the step, behind every part of each forward. From then
 on only those few items are handled. Every later step still compares all state behind each prefix, at the end of the first and
-the last forward, and where something fails. If something has changed that was not known, the step starts over with that known
-(`restart.until_known`): state is put back, and nothing has been stepped. So a step counts only if all that was seen to change
-was known when it began.
+the last forward, and where something fails (of tensors on a device see `snapshot`, [Note: a device's answers]). If something
+has changed that was not known, the step starts over with that known (`restart.until_known`): state is put back, and nothing has
+been stepped. So a step counts only if all that was seen to change was known when it began.
 
 [Note: resets] Where the prefix empties a list that a block fills, the snapshot shows no change by the prefix as long as all
 forwards begin with an empty list. So a step that has learned of an item starts over with that item filled, as the forward

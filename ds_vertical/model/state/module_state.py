@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_vertical.errors import LayerError
 from ds_vertical.interrupts import Changed
+from ds_vertical.io.streams import works_beside_host
 from ds_vertical.model.state.containers import (
     Container,
     Contents,
@@ -33,6 +34,7 @@ from ds_vertical.model.state.survey import OUTSIDE
 
 Pairs = tuple[tuple[Container, Contents], ...]
 Version = Any  # `Pairs` of a `PlaceItem`, `Elements` of a `TensorItem`, the library's own object of a `GeneratorItem`
+Answer = bool | torch.Tensor  # of a device that has yet to come to the question: a tensor
 Streams = tuple[Callable[[], Version], Callable[[Version], None]]  # reads the state of a generator; sets it
 
 
@@ -216,9 +218,19 @@ def equal_values(one: Pairs, other: Pairs) -> bool:
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and bits."""
+    return not bool(differs(one, other))
+
+
+def differs(one: torch.Tensor, other: torch.Tensor) -> Answer:
+    """Whether two tensors differ in shape, dtype or bits. A device beside the host compares the bits when it comes to it: its
+    answer is a tensor of one truth value, for which nobody has waited."""
     if one.shape != other.shape or one.dtype != other.dtype:
+        return True
+    if one.numel() == 0:
         return False
-    return one.numel() == 0 or torch.equal(_bytes(one), _bytes(other))
+    if not works_beside_host(one.device):
+        return not torch.equal(_bytes(one), _bytes(other))
+    return _bytes(one).ne(_bytes(other)).any()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,11 @@
 
 A step compares state with its snapshot many times, and nearly always nothing has changed. So lists, dicts and names are
 compared all at once, and single ones only where that comparison fails.
+
+[Note: a device's answers] Whether a tensor on a device beside the host holds other bits, only the device can tell: torch counts
+not all writes. It compares them as they are when it comes to the question, between what it is given before and after, and the
+host would wait for all that it was given before. So a step asks behind each prefix, and looks at the answers once, behind its
+last forward: what has changed is found then, though it be put back meanwhile. Nothing of the step counts by then.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from ds_vertical.errors import LayerError
 from ds_vertical.model.state.containers import Container, Contents, container_of
 from ds_vertical.model.state.fingerprints import LARGEST_NUMEL, Fingerprint, fingerprint, num_bytes_read, same_fingerprint
 from ds_vertical.model.state.module_state import (
+    Answer,
     Elements,
     GeneratorItem,
     Item,
@@ -29,8 +35,8 @@ from ds_vertical.model.state.module_state import (
     PlaceItem,
     TensorItem,
     Version,
+    differs,
     lies_over,
-    same_bits,
     streams_of,
     tensor_over,
 )
@@ -64,16 +70,43 @@ class _Elements:
     told: Fingerprint | None = None
     share: float = 1.0
 
-    def has_changed(self, whole: bool) -> bool:
+    def has_changed(self, whole: bool) -> Answer:
         """Whether the elements, or their memory, are others than then. Without a copy only if `whole` by the elements, else by
         the count of writes: some kernels (batch norm's), NumPy and `.data` do not count."""
         if not lies_over(self.tensor, self.memory):
             return True
         if self.before is not None:
-            return not same_bits(self.tensor, self.before.copy)
+            return differs(self.tensor, self.before.copy)
         if self.version is not None and self.tensor._version != self.version:
             return True
-        return whole and self.told is not None and not same_fingerprint(self.told, fingerprint(self.tensor, self.share))
+        return whole and self.told is not None and self._tells_otherwise(self.told)
+
+    def _tells_otherwise(self, told: Fingerprint) -> Answer:
+        now = fingerprint(self.tensor, self.share)
+        if isinstance(told, torch.Tensor) and isinstance(now, torch.Tensor):
+            return differs(told, now)
+        return not same_fingerprint(told, now)
+
+
+class _Asked:
+    """Tensors of which a device is to say whether they have changed. See [Note: a device's answers]."""
+
+    def __init__(self) -> None:
+        self._answers: dict[int, tuple[_Elements, torch.Tensor]] = {}
+
+    def note(self, each: _Elements, answer: torch.Tensor) -> None:
+        """Let an answer join those that have been noted of the same tensor: one of them is enough."""
+        _, before = self._answers.get(id(each.owner), (each, None))
+        self._answers[id(each.owner)] = each, answer if before is None else before.logical_or(answer)
+
+    def changed(self) -> list[_Elements]:
+        """Wait for the answers noted so far, and forget them; those that have changed."""
+        asked, self._answers = list(self._answers.values()), {}
+        if not asked:
+            return []
+        device = asked[0][1].device
+        told = torch.stack([answer.to(device) for _, answer in asked]).tolist()
+        return [each for (each, _), has_changed in zip(asked, told, strict=True) if has_changed]
 
 
 _VALUES: Final = operator.methodcaller("values")
@@ -130,6 +163,7 @@ class Snapshot:
         self._tensors: dict[int, _Elements] = {}
         self._generators: dict[int, tuple[GeneratorItem, Any]] = {}
         self._held: list[Any] = []  # so that no other object takes the id of one
+        self._asked = _Asked()
         carriers = [
             (slot.region, slot.path, value)
             for slot, contents in zip(slots, values, strict=True)
@@ -224,9 +258,10 @@ class Snapshot:
     def _note_generator(self, key: int, item: GeneratorItem) -> None:
         self._generators[key] = (item, self._generators[key][1] if key in self._generators else item.capture())
 
-    def changes(self, regions: Iterable[int] | None = None, whole: bool = False) -> Iterator[StateChange]:
+    def changes(self, regions: Iterable[int] | None = None, whole: bool = False, waits: bool = True) -> Iterator[StateChange]:
         """What has changed since the snapshot, in these regions and OUTSIDE; None: everywhere. `whole`: tensors of which there
-        is no copy are read from end to end, for writes that torch does not count."""
+        is no copy are read from end to end, for writes that torch does not count. `waits` False: what a device was asked here
+        is told by the next call that waits, beside what that call finds."""
         wanted = None if regions is None else {OUTSIDE, *regions}
         most_are_same = self._lists_and_dicts.are_same()
         near = [] if most_are_same else [each for each in self._names if wanted is None or each.region in wanted]
@@ -235,11 +270,19 @@ class Snapshot:
             if (wanted is None or region in wanted) and not container.holds(before):
                 yield StateChange(PlaceItem(path, region, container), self._pairs(container, before))
         for each in self._tensors.values():
-            if (wanted is None or each.region in wanted) and each.has_changed(whole):
-                yield StateChange(TensorItem(each.path, each.region, each.tensor, each.owner), each.before)
+            if wanted is None or each.region in wanted:
+                yield from self._told(each, each.has_changed(whole))
+        for each in self._asked.changed() if waits else ():
+            yield from self._told(each, True)
         for item, before in self._generators.values():
             if (wanted is None or item.region in wanted) and not item.same(item.capture(), before):
                 yield StateChange(item, before)
+
+    def _told(self, each: _Elements, answer: Answer) -> Iterator[StateChange]:
+        if isinstance(answer, torch.Tensor):
+            self._asked.note(each, answer)
+        elif answer:
+            yield StateChange(TensorItem(each.path, each.region, each.tensor, each.owner), each.before)
 
     def _changed_names(self, touched: Sequence[Names], wanted: set[int] | None) -> Iterator[StateChange]:
         """What has changed at places: at those that belong to none of the names, and at those of the `touched` names."""

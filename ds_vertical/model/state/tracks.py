@@ -172,13 +172,15 @@ class TrackedState:
         tracks."""
         return self.find(regions) if self.learns else []
 
-    def find(self, regions: Iterable[int] | None, *, refuse: bool = True, whole: bool = False) -> list[Track]:
+    def find(
+        self, regions: Iterable[int] | None, *, refuse: bool = True, whole: bool = False, waits: bool = True
+    ) -> list[Track]:
         """Compare these regions (None: all) with the snapshot taken before the step. Returns a new track for each item that has
-        changed and had none. `whole`: see `Snapshot.changes`.
+        changed and had none. `whole`, `waits`: see `Snapshot.changes`.
 
         Raises LayerError for a tensor that is too large to be kept for each micro-batch; without `refuse` it is left out.
         """
-        found = self._snapshot.changes(regions, whole)
+        found = self._snapshot.changes(regions, whole, waits)
         changes = [change for change in found if key_of_item(change.item) not in self._by_key]
         changes = [change for change in changes if refuse or change.before is not None]
         self.news += [change.item.path for change in changes]

@@ -12,12 +12,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from places import ROOT
 
 from ds_vertical.compat.ops import build_lock, cache
 from ds_vertical.compat.ops import load as native
+from ds_vertical.errors import ConfigError
 
 TINY_SOURCE = """
 #include <Python.h>
@@ -413,6 +416,69 @@ def test_a_damaged_library_does_not_count_as_ready(fresh_facts: pytest.MonkeyPat
     assert shared is not None and shared.read_bytes() == b"a whole library"
     shared.write_bytes(b"half")
     assert cache.ready_library("tiny") is None
+
+
+# -------------------------------------------------------------------------------------------------------- architectures
+
+
+@pytest.mark.parametrize(
+    ("named", "readable"),
+    [("9.0a", "9.0"), ("8.0;9.0a+PTX 10.0f", "8.0;9.0+PTX;10.0"), (" 9.0  9.0a ", "9.0"), ("8.6;12.1", "8.6;12.1"), ("", "")],
+)
+def test_architectures_are_ones_that_deepspeeds_builder_reads(
+    monkeypatch: pytest.MonkeyPatch, named: str, readable: str
+) -> None:
+    from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
+
+    assert cache.readable_architectures(named) == readable
+    builder = AsyncIOBuilder()
+    monkeypatch.setattr(builder, "jit_mode", True)
+    monkeypatch.setenv(cache.ARCHITECTURES, readable)
+    for each in [readable] if readable else []:
+        monkeypatch.setattr(builder, "_jit_arch_list", each, raising=False)
+        builder.compute_capability_args()
+    if any(letter in named for letter in "af"):
+        monkeypatch.setattr(builder, "_jit_arch_list", named, raising=False)
+        with pytest.raises(ValueError, match="invalid literal"):  # else nothing has to be left out any more
+            builder.compute_capability_args()
+
+
+@pytest.fixture
+def for_cuda(fresh_facts: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    """A cache of this test's own, of a process whose accelerator CUDA would be."""
+    fresh_facts.setenv("DS_ACCELERATOR", "cuda")
+    fresh_facts.setenv("DS_VERTICAL_CACHE", str(tmp_path / "cache"))
+    fresh_facts.setenv("TORCH_EXTENSIONS_DIR", "")
+    cache._said_architectures.cache_clear()
+    yield fresh_facts
+    cache._said_architectures.cache_clear()
+
+
+def test_a_compile_finds_architectures_without_letters_and_nobody_else_does(
+    for_cuda: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for_cuda.setenv(cache.ARCHITECTURES, "9.0a")
+    cache.set_environment()
+    seen = []
+
+    def compile_tiny(builder: Any, _: bool) -> None:
+        seen.append(os.environ[cache.ARCHITECTURES])
+        built = cache.jit_folder() / builder.name / f"{builder.name}.so"
+        built.parent.mkdir(parents=True)
+        built.touch()
+
+    for name in ("one", "two"):
+        cache._load(compile_tiny, SimpleNamespace(name=name), True)
+    assert seen == ["9.0", "9.0"] and os.environ[cache.ARCHITECTURES] == "9.0a"
+    said = capsys.readouterr().err
+    assert said.count("TORCH_CUDA_ARCH_LIST is '9.0a', whose letters") == 1 and "compiling for '9.0'" in said
+
+
+def test_architectures_by_name_are_refused_before_anything_is_compiled(for_cuda: pytest.MonkeyPatch) -> None:
+    for_cuda.setenv(cache.ARCHITECTURES, "8.0;Hopper")
+    cache.set_environment()
+    with pytest.raises(ConfigError, match=r"TORCH_CUDA_ARCH_LIST: got '8.0;Hopper'; .* write one such as 9.0, .* or unset"):
+        cache._load(lambda *_: pytest.fail("compiled"), SimpleNamespace(name="one"), True)
 
 
 # ------------------------------------------------------------------------------------------------------------ real ops
