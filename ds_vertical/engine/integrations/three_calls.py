@@ -12,7 +12,7 @@ needed a second way in that `train_batch` never takes. A hub that waits keeps th
 
 [Note: the loop's turn] While the loop's own code runs between two calls nothing that belongs to this thread is the hub's:
 
-- registered changes and `deferred` blocks are set aside (`interrupts.lay_aside`). So Ctrl-C cuts the loop's code at once, and
+- registered changes and `deferred` blocks are set aside (`interrupts.LaidAside`). So Ctrl-C cuts the loop's code at once, and
   the end of another engine's call undoes nothing of this step;
 - torch's state of the thread (grad mode, autocast, random streams) is the loop's own (`ThreadState`);
 - no call of the engine is under way (`call_guard`): each of the three is a call by itself, over when it returns.
@@ -318,6 +318,7 @@ class Hub:
         self._thread = threading.current_thread()
         self._user = getcurrent()
         self._depth = 0, 0  # registered changes, and `deferred` blocks, that are not the hub's
+        self._aside = interrupts.LaidAside()  # those that are, in the loop's turn
         self._hub = greenlet(self._run)
         self._hub.gr_context = contextvars.copy_context()
         _hubs.add(self)
@@ -353,7 +354,8 @@ class Hub:
         """End the greenlet where it waits, with all that it has open; harmless where it is over. Within a firm block."""
         if self.is_open:
             self._enter(partial(self._hub.throw, GreenletExit))
-        self._turn.end()  # an interrupt may have cut that
+        self._turn.end()  # an interrupt may have cut that, and the next one
+        self._aside.put_back()
 
     # ---- the greenlet's own side
 
@@ -398,11 +400,11 @@ class Hub:
     def _hand_over(self, value: object) -> object:
         """Let the loop go on with a value; returns what it brings at its next call. See [Note: the loop's turn]."""
         inner = ThreadState.capture()
-        put_back = interrupts.lay_aside(*self._depth)
         try:
+            self._aside.lay(*self._depth)
             return self._user.switch(value)
         finally:
-            put_back()
+            self._aside.put_back()
             inner.apply()
 
 
