@@ -88,11 +88,13 @@ def test_a_few_steps_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_the_three_calls_leaves_no_step_behind(tmp_path: Path) -> None:
-    """Each one kept its micro-batches."""
+    """Each one kept its micro-batches. A loss that the script keeps must not keep its step."""
     config = base_config(tmp_path, num_micro_batches=2, dtype="fp32")
+    losses = []
     with running(small_buffers(config), partial(MixerModel, 2), vertical=True) as (engine, _):
         for batch in look_ahead([batch for step in token_batches(3, 2, rows=1, shortest=4) for batch in step]):
-            engine.backward(engine(**batch))
+            losses.append(engine(**batch))
+            engine.backward(losses[-1])
             engine.step()
         gc.collect()
         steps = [each for each in gc.get_objects() if type(each) is OpenStep]
