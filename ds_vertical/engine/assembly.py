@@ -188,7 +188,7 @@ class Assembly:
         """Start the optimizer's own transfers and steps, and let every read or write of a parameter from outside the schedule
         take what is due of the last step first."""
         sharing = ranks.ranks_on_these_cores()
-        begin = partial(host.serve_device, self._device, sharing)
+        begin = host.thread_for_device(self._device, sharing)
         if works_beside_host(self._device) and host.is_launchers_one():
             accelerator.log(
                 "ds_vertical: OMP_NUM_THREADS is 1, which launchers write where nobody has written anything; CPU Adam takes"

@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from ds_vertical.distributed.collective_replay import CollectiveReplay, Others
-from ds_vertical.engine.zero3.interface import Optimizer, Params
+from ds_vertical.engine.zero3.interface import GradientNotes, Optimizer, Params
 from ds_vertical.errors import StepLeft
 from ds_vertical.io.host import memory_bytes
 from ds_vertical.io.ticket import Ticket
@@ -103,22 +102,18 @@ class ScheduleRunner:
         return training.losses
 
     def check(
-        self,
-        schedule: Schedule,
-        bodies: Sequence[Body],
-        gradients: GradientStore,
-        scale: LossScale,
-        note_gradient: Callable[[int, nn.Parameter], None],
+        self, schedule: Schedule, bodies: Sequence[Body], gradients: GradientStore, scale: LossScale, notes: GradientNotes
     ) -> list[torch.Tensor]:
-        """Forwards and backwards of a training step, nothing else. `note_gradient` hears of each parameter of a layer that has
-        its gradient, with the micro-batch's number; the sums outside the layers are left to the caller. Returns the losses."""
+        """Forwards and backwards of a training step, and this rank's sums, nothing else. Those of a layer are given up once
+        `notes` has heard of them, those outside the layers are left to the caller. Returns the losses."""
         replay = self._replay(only_gathers=True)
         with preserved(), watching_hooks(), self._stubs() as stubs, self._state_of(schedule, bodies, replay) as modules:
+            gradients.expect(len(bodies), schedule.calls)
             watch = self._watch(schedule)
             shared = ForwardPass(self.layers, stubs, True, modules, schedule.calls, watch=watch)
             micro_batches = self._micro_batches(bodies, shared)
             parts = PassParts(schedule, micro_batches, self.params, lambda: False, replay, modules, bodies, watch)
-            checking = _Checking(parts, gradients, scale, self.layers, note_gradient)
+            checking = _Checking(parts, gradients, scale, notes)
             self._run(parts, checking.handlers(), gradients)
         return checking.losses
 
@@ -462,23 +457,15 @@ class _Training(_WithBackward):
 
 
 class _Checking(_WithBackward):
-    """Of a step, what computes: gradients are looked at as they come, and nothing is stepped."""
+    """Of a step, what computes: gradients are looked at as they come and as they are summed, and nothing is stepped."""
 
-    def __init__(
-        self,
-        parts: PassParts,
-        gradients: GradientStore,
-        scale: LossScale,
-        layers: LayerMap,
-        note_gradient: Callable[[int, nn.Parameter], None],
-    ) -> None:
+    def __init__(self, parts: PassParts, gradients: GradientStore, scale: LossScale, notes: GradientNotes) -> None:
         super().__init__(parts, gradients, scale)
-        self.layers = layers
-        self.note_gradient = note_gradient
+        self.notes = notes
 
     def handlers(self) -> dict[Op, Handler]:
         nothing: dict[Op, Handler] = dict.fromkeys(Op, lambda _: None)
-        return nothing | super().handlers() | {Op.HEAD: self.head, Op.B: self.backward}
+        return nothing | super().handlers() | {Op.HEAD: self.head, Op.B: self.backward, Op.REDUCE: self.reduce}
 
     def backward(self, event: Event) -> None:
         micro_batch = self.micro_batch(event)
@@ -486,11 +473,20 @@ class _Checking(_WithBackward):
             micro_batch.backward_prefix()
         else:
             assert isinstance(event.layer, int) and event.micro_batch is not None
-            micro_batch.backward_layer(event.layer)
-            for param in self.layers.units[event.layer]:
-                if param.grad is not None:
-                    self.note_gradient(event.micro_batch, param)
+            with self.gradients.heard_by(partial(self.notes.note_gradient, event.micro_batch)):
+                with self.gradients.adding(event.layer):
+                    micro_batch.backward_layer(event.layer)
+                self.gradients.add(event.layer)
         self.add_outside()
+
+    def reduce(self, event: Event) -> None:
+        unit = _unit(event)
+        if not isinstance(unit, int):
+            return
+        params = self.gradients.params(unit)
+        for param, total in zip(params, self.gradients.hand_over(unit), strict=True):
+            self.notes.note_sum(param, total, self.gradients.rounding(param))
+        self.gradients.drop(unit)
 
 
 def _unit(event: Event) -> Unit:

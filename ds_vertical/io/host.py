@@ -36,13 +36,13 @@ import mmap
 import os
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from ds_vertical.io import streams
+from ds_vertical.io import openmp_wait, streams
 from ds_vertical.types import Tier
 
 _CAP_IPC_LOCK: Final = 14
@@ -218,6 +218,15 @@ def keep_cores_for_this_thread() -> None:
     other = threading.Thread(target=leave_one)
     other.start()
     other.join()
+
+
+def thread_for_device(device: torch.device, num_ranks: int) -> Callable[[], None]:
+    """What CPU Adam's thread is to call first: `serve_device`. The thread that trains may have no team where that one has one,
+    so how it waits is watched for as long as the result is held."""
+    begin = functools.partial(serve_device, device, num_ranks)
+    if streams.works_beside_host(device):
+        openmp_wait.WATCH.note_team(begin, team_beside_device(num_ranks))
+    return begin
 
 
 def serve_device(device: torch.device, num_ranks: int) -> None:

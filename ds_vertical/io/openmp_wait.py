@@ -81,6 +81,12 @@ class SpinWatch:
         self._others: Host | None = None  # as of the last look at them; None while threads wait awake
         self._sleep_s = _SLEEP_S[0]
         self._awake_since = float("-inf")
+        self._teams: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+
+    def note_team(self, owner: object, size: int) -> None:
+        """A thread that opens no blocks computes on `size` threads, as CPU Adam's does beside a device: blocks are watched for
+        its sake, too, as long as `owner` lives."""
+        self._teams[owner] = size
 
     @property
     def asleep(self) -> bool:
@@ -89,10 +95,10 @@ class SpinWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """For the time of the block; within another one, and where the calling thread has no team, nothing happens. Outside
-        all threads wait as libgomp has it; how they waited last is how they do in the next block."""
+        """For the time of the block; within another one, and where no thread that is known of has a team, nothing happens.
+        Outside all threads wait as libgomp has it; how they waited last is how they do in the next block."""
         within = self._block is not None and self._block() is not None
-        if within or torch.get_num_threads() == 1 or not _runtimes():
+        if within or not self._has_team() or not _runtimes():
             yield
             return
         ended, block = threading.Event(), _Block()
@@ -112,6 +118,10 @@ class SpinWatch:
                 self._team.end()
                 self._team = None
             self._block = None
+
+    def _has_team(self) -> bool:
+        """Whether the calling thread has a team, or another one has that was noted."""
+        return max([torch.get_num_threads(), *self._teams.values()]) > 1
 
     # ---- the watching thread
 

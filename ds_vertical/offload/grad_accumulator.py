@@ -203,10 +203,28 @@ class UnitGradients:
         # gradients of parameters that the optimizer does not have: made by autograd, and thrown away
         self._unwanted = {unit: [p for p in params if not facts.steps(p)] for unit, params in trainable.items()}
         self._facts = facts
+        self._heard: Callable[[nn.Parameter], None] | None = None
+
+    @contextlib.contextmanager
+    def heard_by(self, note: Callable[[nn.Parameter], None]) -> Iterator[None]:
+        """Within the block `note` is called with each parameter whose gradient is about to be moved, or thrown away."""
+        self._heard = note
+        try:
+            yield
+        finally:
+            self._heard = None
+
+    def _tell(self, param: nn.Parameter) -> None:
+        if self._heard is not None and param.grad is not None:
+            self._heard(param)
 
     def params(self, unit: Unit) -> list[nn.Parameter]:
         """The unit's trainable parameters, in the order of its sums."""
         return self._units[unit]
+
+    def rounding(self, param: nn.Parameter) -> torch.dtype:
+        """What a parameter's gradient is rounded to ahead of its sum, unless that is coarser."""
+        return self._facts.rounding(param)
 
     def refuse_strays(self) -> None:
         """Raises RuntimeError where a parameter has a gradient already: it would enter the step's sum."""
@@ -344,6 +362,7 @@ class GradientStore(UnitGradients):
     def add(self, unit: Unit) -> None:
         """A micro-batch's backward of the unit is over: move every `param.grad` into its sum and clear it."""
         for param in self._unwanted[unit]:
+            self._tell(param)
             param.grad = None
         for index in range(len(self._units[unit])):
             self._add(unit, index)
@@ -355,6 +374,7 @@ class GradientStore(UnitGradients):
         param, waits = self._units[unit][index], False
         if param.grad is None or ((waits := self._is_to_wait(unit, index)) and made):
             return False
+        self._tell(param)
         grad, sums = _take(param, self._facts.rounding), self._open(unit)
         if waits and is_alone(grad):
             sums.wait(index, grad)

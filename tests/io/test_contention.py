@@ -105,13 +105,16 @@ def test_a_script_that_imports_torch_first_waits_asleep_beside_a_busy_process(tm
 
 
 @two_cores
-def test_cpu_adam_alone_waits_asleep_beside_a_busy_process() -> None:
-    """Its team is all that computes on the host where the model's device is a GPU; the thread that trains only waits."""
-    command = [sys.executable, str(SUPPORT / "adam_alone_worker.py"), "30", "1"]
+@pytest.mark.parametrize("launcher", [(), ("launcher",)], ids=["alone", "launcher"])
+def test_cpu_adam_alone_waits_asleep_beside_a_busy_process(launcher: tuple[str, ...]) -> None:
+    """Its team is all that computes on the host where the model's device is a GPU; the thread that trains only waits, and has
+    no team under a launcher."""
+    command = [sys.executable, str(SUPPORT / "adam_alone_worker.py"), "30", "1", *launcher]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["asleep"] and found["team"] == 2 and found["updates"] > 1, found
+    assert found["own"] == (1 if launcher else 2)
 
 
 @two_cores

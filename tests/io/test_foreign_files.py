@@ -63,17 +63,34 @@ def put(path: Path, content: str | bytes) -> None:
 
 
 def test_a_copy_of_a_run_under_another_name_is_not_the_runs(tmp_path: Path) -> None:
-    """The lock says of which run it is; locks of earlier versions do not, and are ours if all of their fields are."""
+    """The lock says of which run it is."""
     folder = RunFolder.claim(tmp_path, RUN, 0)
     shutil.copytree(folder.path, tmp_path / "kept")
     entry = json.loads(folder.lock_path.read_text())
     assert (entry["written_by"], entry["run"]) == ("ds_vertical", RUN)
     folder.release()
     assert [run.folder.name for run in run_dirs.find_runs(tmp_path)] == []
-    earlier = write_lock(tmp_path / "earlier")
-    assert [(run.folder, run.state) for run in run_dirs.find_runs(tmp_path)] == [(earlier, "stale")]
+    dead = write_lock(tmp_path / "dead")
+    assert [(run.folder, run.state) for run in run_dirs.find_runs(tmp_path)] == [(dead, "stale")]
     assert clean.main(["--path", str(tmp_path), "--remove"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize("name", [RUN, "backup"])
+def test_a_folder_whose_locks_name_no_run_is_left_to_people(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Earlier versions wrote such locks, and another program's may have the same fields."""
+    folder = write_lock(tmp_path / name, is_earlier=True)
+    (folder / "thesis.tex").write_text("mine")
+    before = digest(folder)
+    for words in (["--remove"], ["--remove", name]):
+        clean.main(["--path", str(tmp_path), *words])
+        assert digest(folder) == before, "something of theirs is gone"
+    assert (f"rm -r {folder}" in capsys.readouterr().out) == (name == RUN)
+    with pytest.raises(StorageError, match="claim: holds rank0.lock, and no lock in it says that a run made it"):
+        RunFolder.claim(tmp_path, name, 0)
+    assert digest(folder) == before
 
 
 @pytest.mark.parametrize("name", ["copy", "step5.0badf00d", "step6.0badcafe"])

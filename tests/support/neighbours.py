@@ -43,7 +43,7 @@ class Place:
                 file.write(b"x" * 100)
 
     def dead(self) -> Callable[[], Any]:
-        made = write_lock(self.root.parent / f"made in {self.root.name}")  # out of the neighbour's reach
+        made = write_lock(self.root.parent / f"made in {self.root.name}", run=RUN)  # out of the neighbour's reach
         self.fill(made)
         try:
             made.rename(self.run)

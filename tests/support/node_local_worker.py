@@ -98,7 +98,8 @@ def _saved(folder: str, tag: str, text: str) -> str:
         with ranks.all_or_none("save_checkpoint"):
             own = manifest.rank_folder(new.beside, ranks.rank())
             own.mkdir()
-            data = f"{text} of rank {ranks.rank()}".encode()
+            told = {"format": manifest.FORMAT, "files": {}, "text": f"{text} of rank {ranks.rank()}"}
+            data = json.dumps(told).encode()
             write_synced(own / manifest.NAME, data)
         every = ranks.all_gathered((len(data), checksum(data)))
         with ranks.all_or_none("save_checkpoint"):
@@ -117,7 +118,8 @@ def _loaded(folder: str, tag: str | None = None) -> str | None:
     if found is None:
         return None
     shared_dir.settle(path, found)
-    return f"{found}: {(manifest.rank_folder(path / found, ranks.rank()) / manifest.NAME).read_text()}"
+    told = json.loads((manifest.rank_folder(path / found, ranks.rank()) / manifest.NAME).read_text())
+    return f"{found}: {told['text']}"
 
 
 def _end_at(point: str, rank: int, how: str) -> str:

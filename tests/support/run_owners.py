@@ -99,9 +99,11 @@ def jobs() -> Iterator[Callable[..., Job]]:
                 stream.close()
 
 
-def write_lock(folder: Path, **changes: Any) -> Path:
+def write_lock(folder: Path, is_earlier: bool = False, **changes: Any) -> Path:
+    """Make a folder with the lock of a gone rank in it. `is_earlier`: as versions wrote it that did not write the run's id."""
     folder.mkdir(mode=0o700)
-    entry = {"pid": 1, "host": os.uname().nodename, "rank": 0, "start_ticks": 1, "since": "then"} | changes
+    told = {} if is_earlier else {"written_by": "ds_vertical", "run": folder.name}
+    entry = {"pid": 1, "host": os.uname().nodename, "rank": 0, "start_ticks": 1, "since": "then"} | told | changes
     (folder / "rank0.lock").write_text(json.dumps(entry))
     return folder
 

@@ -5,12 +5,13 @@ run's id, the tag and the save's token, which the folder's own name has to repea
 through the folder's descriptor; a file that no save writes stays, and its folder with it. Folders of versions that wrote no
 mark are left to people.
 
-[Note: DeepSpeed's names] A portable save and DeepSpeed's own give their files the same names. So those in a folder are ours
-only beside the mark PORTABLE, which a portable save writes ahead of its first file, and which stays there.
+[Note: what names say] The manifest of a rank's folder says which files there are ours. A save that was killed has not written
+it yet. So in a folder that a save has made for itself, as its mark says, the names say it. A tag's folder is different: there a
+user's file may have any name. Where its manifests cannot be read, nothing there is ours to delete, and the save is refused.
 
-[Note: damaged manifests] A rank's manifest says what of its folder is ours. Where that cannot be read, the names say it, so
-that a tag whose checkpoint is damaged can be saved again. But names count only beside a trace of ours: a manifest of the rank's
-or the folder's, whatever is in it, or the mark of a save. Imports neither torch nor deepspeed.
+[Note: DeepSpeed's names] A portable save and DeepSpeed's own give their files the same names. So those in a folder are ours
+only beside the mark PORTABLE, which a portable save writes ahead of its first file, and which stays there. Earlier versions
+wrote none, or one without the run's id. Imports neither torch nor deepspeed.
 """
 
 from __future__ import annotations
@@ -25,21 +26,23 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ds_vertical.engine.checkpoint import parts
 from ds_vertical.engine.checkpoint.manifest_schema import NAME, SIGNPOST
 from ds_vertical.io import remove_tree
 from ds_vertical.io.regular_file import is_plain_name, parse_json, read_regular
+from ds_vertical.io.runs import run_dir
 
 logger = logging.getLogger(__name__)
 
 MARK: Final = "ds_vertical.beside"
 PORTABLE: Final = "ds_vertical.portable"
-_WRITTEN_BY: Final = {"written_by": "ds_vertical"}
+_WRITTEN_BY: Final = "ds_vertical"
 _BESIDE: Final = re.compile(r"\.(?P<tag>.+)\.(?P<token>[0-9a-f]{8})(?P<end>\.old|\.new)?", re.DOTALL)
 _RANK: Final = re.compile(r"rank\d+")
 _OF_A_TAG: Final = (NAME, SIGNPOST, PORTABLE)
+_MARKS: Final = (*_OF_A_TAG, MARK)
 _DEEPSPEEDS: Final = re.compile(r"((bf|fp)16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt")
 _SCRATCH: Final = re.compile(r"scratch\d+")  # of a portable save
 _PLACED: Final = re.compile(r"latest|zero_to_fp32\.py")  # on their way among the tags, in a folder of their own
@@ -48,33 +51,53 @@ _MOST_MARK_BYTES: Final = 1 << 14
 _MOST_MANIFEST_BYTES: Final = 1 << 31
 
 
-def mark(folder: int, run: str, tag: str, token: str) -> None:
-    """Let a folder, given its descriptor, be ours to delete while its name has this tag and token. Raises OSError."""
+class Other(NamedTuple):
+    """What is in a tag's folder and is not ours to delete: its path there, and why, as the end of a sentence."""
+
+    path: str
+    why: str = "is no part of a checkpoint"
+
+
+def mark(folder: int, run: str, tag: str, token: str, is_made: bool = True) -> None:
+    """Let a folder, given its descriptor, be ours to delete while its name has this tag and token. `is_made`: by this save, for
+    itself; else what is in it was there: see [Note: what names say]. Raises OSError."""
     unmark(folder)
-    fd = os.open(MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=folder)
-    with os.fdopen(fd, "wb") as file:
-        os.fchmod(fd, 0o600)
-        file.write(json.dumps(_WRITTEN_BY | {"run": run, "tag": tag, "token": token}).encode())
-        file.flush()
-        os.fsync(fd)
+    _write_mark(MARK, folder, {"run": run, "tag": tag, "token": token, "made": is_made})
 
 
-def mark_portable(folder: Path) -> None:
+def mark_portable(folder: Path, run: str) -> None:
     """Let files with DeepSpeed's names in a folder, which has none yet, be ours to delete. Raises OSError."""
-    fd = os.open(folder / PORTABLE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with remove_tree.opened(folder) as fd:
+        _write_mark(PORTABLE, fd, {"run": run})
+
+
+def _write_mark(name: str, folder: int, told: Mapping[str, object]) -> None:
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=folder)
     with os.fdopen(fd, "wb") as file:
         os.fchmod(fd, 0o600)
-        file.write(json.dumps(_WRITTEN_BY).encode())
+        file.write(json.dumps({"written_by": _WRITTEN_BY, **told}).encode())
         file.flush()
         os.fsync(fd)
+
+
+def _read_mark(name: str, folder: int, limit: int = _MOST_MARK_BYTES) -> dict[str, Any] | None:
+    """What a file of ours says besides that we have written it; None for one that does not say that, or cannot be read."""
+    try:
+        found = parse_json(read_regular(name, limit, os.O_NOFOLLOW, folder))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.pop("written_by", None) == _WRITTEN_BY else None
+
+
+def _has_run(told: dict[str, Any] | None) -> bool:
+    """Whether a mark has a run's id, which is taken from it."""
+    return told is not None and run_dir.is_run_id(told.pop("run", None))
 
 
 def _is_portable(folder: int) -> bool:
     """Whether a portable save has written a folder, given its descriptor: see [Note: DeepSpeed's names]."""
-    try:
-        return parse_json(read_regular(PORTABLE, _MOST_MARK_BYTES, os.O_NOFOLLOW, folder)) == _WRITTEN_BY
-    except (OSError, ValueError):
-        return False
+    told = _read_mark(PORTABLE, folder)
+    return _has_run(told) and told == {}
 
 
 def unmark(folder: int) -> None:
@@ -85,12 +108,16 @@ def unmark(folder: int) -> None:
 
 def is_marked(folder: int, tag: str, token: str) -> bool:
     """Whether a save of this tag with this token has marked the folder. `folder`: its descriptor."""
-    try:
-        found = parse_json(read_regular(MARK, _MOST_MARK_BYTES, os.O_NOFOLLOW, folder))
-    except (OSError, ValueError):
-        return False
-    expected = _WRITTEN_BY | {"tag": tag, "token": token}
-    return isinstance(found, dict) and isinstance(found.pop("run", None), str) and found == expected
+    return _marked(folder, tag, token) is not None
+
+
+def _marked(folder: int, tag: str, token: str) -> bool | None:
+    """Whether the folder that a save has so marked was made by it; None where none has. Earlier versions did not say."""
+    told = _read_mark(MARK, folder)
+    if told is None or not _has_run(told):
+        return None
+    is_made = told.pop("made", False)
+    return is_made if isinstance(is_made, bool) and told == {"tag": tag, "token": token} else None
 
 
 def find_leftovers(save_dir: Path) -> list[tuple[Path, str, str]]:
@@ -154,11 +181,12 @@ def remove_leftover(path: Path, tag: str, token: str) -> None:
     """Delete a folder with this mark, and in it what a save writes; what cannot be deleted does no harm, and is told."""
     try:
         with remove_tree.opened(path.parent, follow=True) as root, remove_tree.opened(path.name, root) as fd:
-            if not is_marked(fd, tag, token) or os.fstat(fd).st_uid != os.geteuid():
+            is_made = _marked(fd, tag, token)
+            if is_made is None or os.fstat(fd).st_uid != os.geteuid():
                 logger.warning("%s: nothing in it says that this save made it: left; if you know it, delete it by hand", path)
                 return
             homes = parts.homes_of(path, path.with_name(tag))
-            _empty(fd, path.name.endswith(".new"))
+            _empty(fd, is_made, path.name.endswith(".new"))
             left = sorted(set(os.listdir(fd)) - {MARK})
             if left:
                 logger.warning("%s: holds %s, which no save writes: left; move that away, then delete the rest", path, left[0])
@@ -180,21 +208,38 @@ def _remove_all_parts(homes: Iterable[Path]) -> None:
             logger.warning("%s: delete: %s; delete it by hand", home, error.strerror)
 
 
-def _empty(fd: int, places: bool) -> None:
+def _empty(fd: int, is_made: bool, places: bool) -> None:
     is_portable = _is_portable(fd)
-    for name in sorted(os.listdir(fd), key=_OF_A_TAG.__contains__):  # what tells whose the others are goes last
+    names = set(os.listdir(fd)) - {MARK}  # which `remove_leftover` removes, or leaves with the rest
+    for name in sorted(names, key=_OF_A_TAG.__contains__):  # what tells whose the others are goes last
         if _RANK.fullmatch(name):
             with contextlib.suppress(NotADirectoryError, FileNotFoundError), remove_tree.opened(name, fd) as rank:
                 if remove_tree.mount(rank) == remove_tree.mount(fd):
-                    _empty_rank(rank)
+                    _empty_rank(rank, is_made)
                     with contextlib.suppress(OSError):  # not empty
                         remove_tree.remove_named(rank, name, fd)
-        elif _is_of_a_tag(name, is_portable) or _SCRATCH.fullmatch(name) or (places and _PLACED.fullmatch(name)):
+        elif (is_made and _is_a_saves(name, places)) or _is_of_a_tag(name, fd, is_portable):
             _unlink(name, fd)
 
 
-def _is_of_a_tag(name: str, is_portable: bool) -> bool:
-    return name in _OF_A_TAG or (is_portable and is_deepspeeds(name))
+def _is_a_saves(name: str, places: bool) -> bool:
+    """Whether a save gives such a name to what it writes into a folder that it has made."""
+    return name in _OF_A_TAG or bool(_SCRATCH.fullmatch(name)) or (places and bool(_PLACED.fullmatch(name)))
+
+
+def _is_of_a_tag(name: str, folder: int, is_portable: bool) -> bool:
+    """Whether what is in a tag's folder under this name is ours, as it says itself or the mark beside it."""
+    try:
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(status.st_mode):
+        return False
+    if name == MARK:  # nothing is in it where its save was killed
+        return status.st_size == 0 or _has_run(_read_mark(MARK, folder))
+    if name in (NAME, SIGNPOST):  # a save writes both
+        return _read_mark(NAME, folder, _MOST_MANIFEST_BYTES) is not None
+    return is_portable and (name == PORTABLE or is_deepspeeds(name))
 
 
 def is_deepspeeds(name: str) -> bool:
@@ -202,20 +247,19 @@ def is_deepspeeds(name: str) -> bool:
     return _DEEPSPEEDS.fullmatch(name) is not None
 
 
-def _empty_rank(rank: int) -> None:
+def _empty_rank(rank: int, is_made: bool) -> None:
     """Its manifest goes last: what a kill leaves can still be told from others' files."""
-    for name in _ours(rank) - {NAME}:
+    ours = _ours(rank)
+    if ours is None:
+        ours = {name for name in os.listdir(rank) if name == NAME or _OF_A_RANK.fullmatch(name)} if is_made else set()
+    for name in sorted(ours, key=NAME.__eq__):
         _unlink(name, rank)
-    _unlink(NAME, rank)
 
 
-def _ours(rank: int, has_trace: bool = True) -> set[str]:
-    """What is in a rank's folder and a save has written: what its manifest names; by the names, where that cannot be read. See
-    [Note: damaged manifests]. `has_trace`: the folder above has a trace of ours."""
-    names, listed = set(os.listdir(rank)), _listed(rank)
-    if listed is not None:
-        return names & (listed | {NAME})
-    return {name for name in names if name == NAME or _OF_A_RANK.fullmatch(name)} if has_trace or NAME in names else set()
+def _ours(rank: int) -> set[str] | None:
+    """What is in a rank's folder and its manifest names; None where that cannot be read. See [Note: what names say]."""
+    listed = _listed(rank)
+    return None if listed is None else set(os.listdir(rank)) & (listed | {NAME})
 
 
 def _unlink(name: str, folder: int) -> None:
@@ -224,12 +268,14 @@ def _unlink(name: str, folder: int) -> None:
 
 
 def _listed(rank: int) -> set[str] | None:
-    """Names of the files that a rank's manifest has; None where it cannot be read."""
+    """Names of the files that a rank's manifest has; None where it cannot be read, or is none."""
     try:
         found: Any = parse_json(read_regular(NAME, _MOST_MANIFEST_BYTES, os.O_NOFOLLOW, rank))
     except (OSError, ValueError):
         return None
-    files = found.get("files") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or not isinstance(found.get("format"), int):
+        return None
+    files = found.get("files")
     return {name for name in files if is_plain_name(name)} if isinstance(files, Mapping) else None
 
 
@@ -239,23 +285,42 @@ def _is_saved(name: str, rank: int) -> bool:
     return stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and parts.LINKED.fullmatch(name) is not None)
 
 
-def others_files(path: Path) -> Iterator[str]:
-    """What is in a tag's folder, or in a rank's of it, and belongs to no checkpoint, by its path there. Raises OSError."""
+def others_files(path: Path) -> Iterator[Other]:
+    """What is in a tag's folder, or in a rank's of it, and belongs to no checkpoint. Raises OSError."""
     with remove_tree.opened(path) as fd:
-        names, is_portable = sorted(os.listdir(fd)), _is_portable(fd)
-        has_trace = not {NAME, MARK}.isdisjoint(names)
-        for name in names:
-            if not _RANK.fullmatch(name):
-                if name != MARK and not (_is_of_a_tag(name, is_portable) and os.path.isfile(path / name)):
-                    yield name
-                continue
-            try:
-                with remove_tree.opened(name, fd) as rank:
-                    ours = _ours(rank, has_trace) if remove_tree.mount(rank) == remove_tree.mount(fd) else set()
-                    for each in sorted(os.listdir(rank)):
-                        if each not in ours or not _is_saved(each, rank):
-                            yield f"{name}/{each}"
-            except OSError as error:
-                if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-                    raise
-                yield name
+        is_portable = _is_portable(fd)
+        for name in sorted(os.listdir(fd), key=lambda name: (name in _MARKS, name)):
+            if _RANK.fullmatch(name):
+                yield from _others_of_a_rank(name, fd)
+            elif not _is_of_a_tag(name, fd, is_portable):
+                yield Other(name, _why_not(name, fd))
+
+
+def _why_not(name: str, folder: int) -> str:
+    """Of a name in a tag's folder that is not ours."""
+    if name == NAME:
+        return "is no manifest of ours that can be read: nothing says whose the folder is"
+    is_earlier = _read_mark(PORTABLE, folder) == {}
+    if name == PORTABLE and is_earlier:
+        return "has no run's id, as an earlier version wrote it"
+    if is_deepspeeds(name):
+        whose = "which has no run's id, as an earlier version wrote it" if is_earlier else "that says that it is ours"
+        return f"has the name of a file of DeepSpeed's, {'beside the' if is_earlier else 'without the'} {PORTABLE} {whose}"
+    return Other(name).why
+
+
+def _others_of_a_rank(name: str, folder: int) -> Iterator[Other]:
+    try:
+        with remove_tree.opened(name, folder) as rank:
+            ours = _ours(rank) if remove_tree.mount(rank) == remove_tree.mount(folder) else set()
+            names = sorted(os.listdir(rank))
+            if ours is None and NAME in names:
+                yield Other(name, f"has no {NAME} that can be read: nothing says which files in it are ours")
+                return
+            for each in names:
+                if each not in (ours or ()) or not _is_saved(each, rank):
+                    yield Other(f"{name}/{each}")
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        yield Other(name)

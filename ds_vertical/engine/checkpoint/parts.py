@@ -151,6 +151,8 @@ def _marked_as(home: int, name: str) -> Path | None:
         return None
     if found.keys() != {"run", "checkpoint", "token"} or not all(isinstance(value, str) for value in found.values()):
         return None
+    if not run_dir.is_run_id(found["run"]):
+        return None
     checkpoint = Path(found["checkpoint"])
     return checkpoint if name == f"{checkpoint.name}.{found['token']}" else None
 

@@ -27,7 +27,7 @@ from ds_vertical.engine.checkpoint.run_state import TrainedEngine
 from ds_vertical.engine.checkpoint.save import new_folder
 from ds_vertical.engine.checkpoint.scratch import Scratch
 from ds_vertical.engine.checkpoint.shared_dir import KEY
-from ds_vertical.engine.checkpoint.tag_dir import check_tag, sync_file
+from ds_vertical.engine.checkpoint.tag_dir import TagFolder, check_tag, sync_file
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.io import files
@@ -60,7 +60,7 @@ def save_stock(
     with new_folder(save_dir, tag, save_latest) as (folder, _):
         with ranks.all_or_none("save_checkpoint"):
             if ranks.rank() == 0:
-                _mark(folder.beside)
+                _mark(folder)
         zero_optimizer.partition_all(engine.optimizer)  # only shards of parameters, until all ranks have written theirs
         with ranks.all_or_none("save_checkpoint", partial(zero_optimizer.gather_persistent, engine.optimizer)):
             _write(engine, folder.beside, client_state, exclude_frozen)
@@ -69,10 +69,10 @@ def save_stock(
     return folder.path
 
 
-def _mark(folder: Path) -> None:
-    """Say of the folder that what comes into it is ours. Raises StorageError."""
-    with files.naming(folder / PORTABLE, "write"):
-        mark_portable(folder)
+def _mark(folder: TagFolder) -> None:
+    """Say of the folder beside that what comes into it is ours. Raises StorageError."""
+    with files.naming(folder.beside / PORTABLE, "write"):
+        mark_portable(folder.beside, folder.run)
 
 
 def _write(engine: TrainedEngine, folder: Path, client_state: Mapping[str, object], exclude_frozen: bool) -> None:

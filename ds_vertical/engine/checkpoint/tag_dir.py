@@ -41,13 +41,13 @@ _NOT_THERE: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTTY)  # a kernel or fi
 
 class TagFolder:
     """`<save_dir>/<tag>`. `beside`: the folder to write, which takes its place at `switch`; `token`: the same on all ranks,
-    and of no other save."""
+    and of no other save; `run`: the run that saves."""
 
     def __init__(self, save_dir: Path, tag: str, token: str) -> None:
         self.path = save_dir / tag
         self.beside = save_dir / f".{tag}.{token}"
         self._token = token
-        self._run = next((run.name for run in run_dir.claimed()), None) or run_dir.new_run_id()
+        self.run = next((run.name for run in run_dir.claimed()), None) or run_dir.new_run_id()
         self._locks: list[int] = []  # descriptors of `beside` and the earlier folder: no other save or load touches these
         self._earlier: Path | None = None  # what was the tag's folder, where it is kept
         self._is_switched = False  # and not settled: other hosts have yet to switch
@@ -141,7 +141,7 @@ class TagFolder:
         try:
             os.fchmod(fd, 0o700)  # whatever the umask takes away
             _lock(fd)
-            leftovers.mark(fd, self._run, self.path.name, self._token)
+            leftovers.mark(fd, self.run, self.path.name, self._token)
         except BaseException:
             os.close(fd)
             with contextlib.suppress(OSError):
@@ -156,7 +156,7 @@ class TagFolder:
                 if hold:
                     self._locks.append(os.dup(fd))
                     _lock(fd)
-                leftovers.mark(fd, self._run, self.path.name, self._token)
+                leftovers.mark(fd, self.run, self.path.name, self._token, is_made=False)
 
     def _remove(self, folder: Path) -> None:
         leftovers.remove_leftover(folder, self.path.name, self._token)
@@ -177,15 +177,15 @@ class TagFolder:
     def _refuse_others_files(self) -> None:
         if self.path.is_symlink():
             raise CheckpointError(f"{self.path}: a symbolic link, in whose place the new folder would be; give another tag")
-        inside = leftovers.others_files(self.path) if self.path.is_dir() else iter([self.path.name] * self.path.exists())
-        other = next(inside, None)
+        other = None
+        if self.path.is_dir():
+            other = next(leftovers.others_files(self.path), None)
+        elif self.path.exists():
+            other = leftovers.Other(self.path.name)
         if other is not None:
-            what = "is no part of a checkpoint"
-            if leftovers.is_deepspeeds(other):
-                what = f"has the name of a file of DeepSpeed's, without the {leftovers.PORTABLE} that says that it is ours"
             raise CheckpointError(
-                f"{self.path}: holds {other}, which {what}, and would be deleted with the folder that the new one replaces;"
-                f" give another tag, or move it away"
+                f"{self.path}: holds {other.path}, which {other.why}, and would be deleted with the folder that the new one"
+                f" replaces; give another tag, or move it away"
             )
 
     def _unlock(self) -> None:

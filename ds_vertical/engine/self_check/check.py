@@ -1,9 +1,13 @@
 """Before the first step: two micro-batches in torch's own order and in the schedule's, which must agree.
 
 In torch's order each runs from end to end on its own graph (`plain_pass`); then both run as the schedule runs them, with
-stores, coroutines and recomputes, and no optimizer step. Compared are each block's output, the losses, each parameter's
+stores, coroutines, recomputes and sums, and no optimizer step. Compared are each block's output, the losses, each parameter's
 gradient and what modules hold afterwards: in bits, or as far as rounding goes. Modules, generators, gradients and what hooks of
 the backward reach are then as they were, after an error too.
+
+[Note: sums] A sum of gradients is held against the gradients that it is made of, by their digests. So in memory is what a step
+has there, and is budgeted for: the sums of one layer, or of all of them with the horizontal order. Sums outside the layers are
+made alike in both orders, so torch's own order holds its own against its gradients.
 
 What two micro-batches cannot show, this cannot find: what happens every hundredth step, or to the third micro-batch only.
 """
@@ -110,7 +114,7 @@ class SelfCheck:
         return f"self_check: {len(bodies)} micro-batches, {took}: {'they differ' if error else 'they agree'}", error
 
     def _plain(self, bodies: Sequence[Body]) -> Record:
-        record = Record()
+        record = Record(self.parts.optimizer.gradient_accumulation_dtype)
         number = 0
 
         def note_output(block: int, output: Any) -> None:
@@ -118,6 +122,7 @@ class SelfCheck:
 
         def note_gradient(param: nn.Parameter) -> None:
             record.note_gradient(number, param)
+            param.grad = None
 
         order = PlainOrder(self.layers, self.runner.params, self.parts.folder)
         try:
@@ -126,12 +131,18 @@ class SelfCheck:
                     with _seeded(body.seed):
                         record.losses.append(digest(order.run(body.run, self.scale)))
                     for unit in self._around:
+                        for param in self.gradients.params(unit):
+                            if param.grad is not None:
+                                record.note_gradient(number, param)
                         self.gradients.add(unit)
         except Exception as failure:
             error = self._diagnosis.of_plain_order(failure, order.place, number)
             if error is failure:
                 raise
             raise error from failure
+        for unit in self._around:
+            for param, total in zip(self.gradients.params(unit), self.gradients.take(unit), strict=True):
+                record.note_sum(param, total, self.gradients.rounding(param))
         record.around = self._sums()
         return record
 
@@ -153,12 +164,12 @@ class SelfCheck:
             state.learned.compares = False
 
     def _run_schedule(self, bodies: Sequence[Body]) -> Record:
-        record = Record()
+        record = Record(self.parts.optimizer.gradient_accumulation_dtype)
         with contextlib.ExitStack() as hooks:
             for number, block in enumerate(self.layers.blocks):
                 hooks.callback(block.module.register_forward_hook(_noting(record, number)).remove)
             schedule = build_training(replace(self.step, outside=self.parts.outside_of(1)))
-            losses = self.runner.check(schedule, bodies, self.gradients, self.scale, record.note_gradient)
+            losses = self.runner.check(schedule, bodies, self.gradients, self.scale, record)
         record.losses = [digest(loss) for loss in losses]
         record.around = self._sums()
         return record
@@ -184,6 +195,7 @@ class SelfCheck:
         )
 
     def _sums(self) -> list[Digest]:
+        """Of what is outside the layers."""
         pairs = [
             pair for unit in self._around for pair in zip(self.gradients.take(unit), self.gradients.params(unit), strict=True)
         ]
@@ -192,6 +204,7 @@ class SelfCheck:
         sums = [digest(total, coarser((total.dtype, param.dtype))) for total, param in pairs]
         for unit in self._around:
             self.gradients.drop(unit)
+        self.gradients.free()
         return sums
 
 

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vertical.engine.self_check.digests import Digest, digest, digests_of, largest_distance, wrong_gradients
+from ds_vertical.engine.self_check.digests import (
+    Digest,
+    digest,
+    digests_of,
+    distance_from_sum,
+    largest_distance,
+    wrong_gradients,
+)
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.module_state import TensorItem, key_of_item, same_bits
 from ds_vertical.model.state.snapshot import StateChange
@@ -25,22 +32,31 @@ class Difference:
 
 @dataclass
 class Record:
-    """What one order has computed: digests by micro-batch and block, or parameter."""
+    """What one order has computed: digests by micro-batch and block, or parameter. `sums`: of the gradients of a layer's
+    parameters, over the micro-batches, where the order makes them; `around`: of those outside the layers. `sum_dtype`: in which
+    the settings have them summed."""
+
+    sum_dtype: torch.dtype
 
     outputs: dict[tuple[int, int], list[Digest]] = field(default_factory=dict)
     losses: list[Digest] = field(default_factory=list)
     gradients: dict[tuple[int, int], Digest] = field(default_factory=dict)
     around: list[Digest] = field(default_factory=list)
+    sums: dict[int, Digest] = field(default_factory=dict)
 
     def note_output(self, micro_batch: int, block: int, output: object) -> None:
         """A block has returned `output`."""
         self.outputs[micro_batch, block] = digests_of(output)
 
     def note_gradient(self, micro_batch: int, param: nn.Parameter) -> None:
-        """A parameter has its gradient of a micro-batch, which is given up."""
+        """A parameter has its gradient of a micro-batch."""
         assert param.grad is not None
         self.gradients[micro_batch, id(param)] = digest(param.grad)
-        param.grad = None
+
+    def note_sum(self, param: nn.Parameter, total: torch.Tensor, rounded: torch.dtype) -> None:
+        """A parameter's gradients of all micro-batches are summed. `rounded`: to this dtype first, unless it is finer."""
+        rounds = rounded != param.dtype and _bits(rounded) <= _bits(param.dtype)
+        self.sums[id(param)] = digest(total, min(self.sum_dtype, rounded, key=_bits) if rounds else self.sum_dtype)
 
 
 class Comparison:
@@ -65,6 +81,13 @@ class Comparison:
         for micro_batch in range(len(plain.losses)):
             for layer in reversed(range(self._layers.num_layers)):
                 yield from self._gradient_differences(micro_batch, layer, plain, ours)
+        for layer in reversed(range(self._layers.num_layers)):
+            for param in self._layers.units[layer]:
+                if (what := self._sum_fault(param, ours)) is not None:
+                    yield Difference(f"{where(self._layers, self._layers.layers[layer][0])}: {what}", layer)
+        for param in self._around:
+            if (what := self._sum_fault(param, plain)) is not None:
+                yield Difference(f"outside the layers: {what}")
         around = [self._names[id(param)] for param in self._around]
         sums = (dict(zip(around, record.around, strict=True)) for record in (ours, plain))
         for name, distance in wrong_gradients(*sums).items():
@@ -79,6 +102,26 @@ class Comparison:
         for name, distance in wrong_gradients(*both).items():
             what = f"the gradient of {name} for micro-batch {micro_batch} {_differs(distance)}; outputs and losses agree"
             yield Difference(f"{where(self._layers, self._layers.layers[layer][0])}: {what}", layer)
+
+    def _sum_fault(self, param: nn.Parameter, record: Record) -> str | None:
+        """What is wrong with a parameter's sum, by the gradients that it is made of. Those have agreed, so it is torch's own
+        order's, too, and no order has to hold the sums of all layers."""
+        total, count = record.sums.get(id(param)), len(record.losses)
+        each = [(number, id(param)) for number in range(count)]
+        parts = [record.gradients[key] for key in each if key in record.gradients]
+        distance = 0.0 if total is None else distance_from_sum(total, parts)
+        if total is None or distance <= total.tolerance:
+            return None
+        far = "has other numbers" if distance == float("inf") else f"is {distance:.1e} of their norm away from that"
+        name = self._names.get(id(param), "?")
+        return (
+            f"what is kept as the sum of the gradients of {name} over micro-batches 0 to {count - 1} {far}; each of them agrees"
+            " with torch's own order"
+        )
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return torch.finfo(dtype).bits
 
 
 def layer_of(layers: LayerMap, block: int) -> int:

@@ -106,6 +106,24 @@ def _scaled(rows: torch.Tensor) -> torch.Tensor:
     return rows * (math.sqrt(rows.shape[1]) / rows.norm(dim=1, keepdim=True))
 
 
+def distance_from_sum(total: Digest, parts: Sequence[Digest]) -> float:
+    """How far a tensor is from the sum of others, of which there are digests alone: projections of tensors add up to that of
+    their sum. In norms of the largest of all; inf for other numbers of elements, and where only one of the two has a norm. That
+    of a sum in fp16 need not have one: it may overflow."""
+    if any(math.prod(part.shape) != math.prod(total.shape) for part in parts):
+        return math.inf
+    if not math.isfinite(total.norm) or not all(math.isfinite(part.norm) for part in parts):
+        same = any(not math.isfinite(part.norm) for part in parts) and not math.isfinite(total.norm)
+        return 0.0 if same or total.dtype == torch.float16 else math.inf
+    size = max([total.norm, *(part.norm for part in parts)])
+    if size == 0 or not total.projections:
+        return 0.0
+    sums = (sum(numbers) for numbers in zip(*(part.projections for part in parts), strict=True))
+    expected = tuple(sums) or (0.0,) * len(total.projections)
+    apart = [(a - b) / size for a, b in zip(total.projections, expected, strict=True)]
+    return math.sqrt(sum(each**2 for each in apart) / len(apart))
+
+
 def digests_of(value: Any) -> list[Digest]:
     """Of all tensors that a value holds, in objects too."""
     leaves = pytree.tree_leaves(value)

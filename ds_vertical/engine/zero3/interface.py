@@ -1,4 +1,4 @@
-"""What the handlers of a schedule ask of the parameters and of the optimizer."""
+"""What the handlers of a schedule ask of the parameters and of the optimizer, and what they tell a self-check."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from ds_vertical.distributed.gather_queue import GatherQueue
 from ds_vertical.io.ticket import Ticket
@@ -92,3 +93,15 @@ class Optimizer(Protocol):
 
     def abandon(self) -> None:
         """After an error in the middle of a step: complete the steps under way, and let early ones not have been."""
+
+
+class GradientNotes(Protocol):
+    """Hears of what the self-check's backwards make in the layers."""
+
+    def note_gradient(self, micro_batch: int, param: nn.Parameter) -> None:
+        """A parameter has its gradient of a micro-batch, ahead of its sum."""
+        ...
+
+    def note_sum(self, param: nn.Parameter, total: torch.Tensor, rounded: torch.dtype) -> None:
+        """A parameter's gradients are summed, in this flat tensor. `rounded`: what each was rounded to, if it was finer."""
+        ...

@@ -53,6 +53,11 @@ def new_run_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{host}-{secrets.token_hex(4)}"
 
 
+def is_run_id(value: object) -> bool:
+    """Whether a value may be a run's id."""
+    return isinstance(value, str) and _RUN_ID.fullmatch(value) is not None
+
+
 _claimed: dict[Path, RunFolder] = {}
 
 
@@ -94,7 +99,7 @@ class RunFolder:
         A lock left by a dead process is taken over. Raises StorageError where a live process holds it, where the folder is
         somebody else's, where `nvme_path` is itself a run's folder, and where the folder cannot be made.
         """
-        if not _RUN_ID.fullmatch(run_id):
+        if not is_run_id(run_id):
             raise StorageError(f"run id {run_id!r}: not safe as a folder name; use letters, digits, - and _")
         root = Path(os.path.realpath(nvme_path))
         _refuse_run_folder(root)

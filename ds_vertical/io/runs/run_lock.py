@@ -1,6 +1,7 @@
 """A run's folder says by its lock files whose it is: `rank<r>.lock`, with the run's id and its owner's process, and a flock.
 
-They are read through the folder's descriptor. A lock that does not say so is another program's, and so may be the folder.
+They are read through the folder's descriptor. A lock that does not say so is another program's, and so may be the folder. Locks
+of versions that did not write the run's id tell who holds the folder, and not that it is ours to delete.
 Imports neither torch nor deepspeed.
 
 [Note: boots] A lock also names the kernel's boot. Two processes with one boot see each other's flocks, whatever their hostnames
@@ -196,7 +197,7 @@ def _told(name: str, folder: int) -> Owner | None:
 
 def is_of_run(locks: list[Lock], run: str) -> bool:
     """Whether the locks say that a run made the folder of this name: one under another name may be somebody's copy."""
-    return any(lock.owner is not None and lock.owner.run in ("", run) for lock in locks)
+    return any(lock.owner is not None and lock.owner.run == run for lock in locks)
 
 
 def plain_entry(owner: Owner) -> dict[str, object]:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,11 @@ from resuming import config_in, model_of, train
 from run_owners import digest
 
 from ds_vertical.engine.checkpoint import manifest
+from ds_vertical.engine.checkpoint.manifest_schema import SIGNPOST
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder, check_tag
 from ds_vertical.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_vertical.errors import CheckpointError
+from ds_vertical.io.runs import run_dir
 
 THEIRS = (
     ".backup.20261124/thesis.tex",
@@ -146,55 +149,112 @@ def test_only_what_the_earlier_manifest_names_may_be_in_a_ranks_folder(tmp_path:
     assert digest(tmp_path) == before
 
 
-def test_a_tag_whose_checkpoint_is_damaged_can_be_saved_again(tmp_path: Path) -> None:
-    """Which files are its own is then told by their names."""
+NO_MANIFESTS = ("{", "[]", '{"files": {"weight0.bin": 0, "chunk.bin": 0}}', "")
+
+
+def refused(folder: Path, said: str) -> None:
+    """A save to the tag is, by name, and nothing is touched."""
+    before = digest(folder)
+    with pytest.raises(CheckpointError, match=f"tag: holds {said}.*give another tag, or move it away"):
+        TagFolder(folder, "tag", "0000000f").make()
+    assert digest(folder) == before
+
+
+@pytest.mark.parametrize("content", NO_MANIFESTS)
+@pytest.mark.parametrize("name", ["weight0.bin", "chunk.bin", "chunk0.master.0.bin"])
+def test_beside_a_damaged_manifest_no_name_makes_a_file_ours(tmp_path: Path, name: str, content: str) -> None:
+    """It may be a user's. The tag's own files stay with it, and another tag can be saved."""
     saved_again(tmp_path, "00000001").switch()
-    rank = tmp_path / "tag" / "rank0"
-    (rank / manifest.NAME).write_text("{")
-    (rank / "chunk.bin").rename(rank / "chunk0.master.0.bin")
-    saved_again(tmp_path, "00000002").switch()
-    assert [path.name for path in tmp_path.iterdir()] == ["tag"]
+    (tmp_path / "tag" / "rank0" / name).write_text("mine")
+    (tmp_path / "tag" / "rank0" / manifest.NAME).write_text(content)
+    refused(tmp_path, r"rank0, which has no ds_vertical\.json that can be read: nothing says which files in it are ours")
+    (tmp_path / "tag" / "rank0").rename(tmp_path / "moved away")
+    saved_again(tmp_path, "00000003").switch()
+    assert (tmp_path / "moved away" / name).read_text() == "mine"
     manifest.check_manifest(tmp_path / "tag", manifest.read_rank(tmp_path / "tag", 0))
-    (rank / manifest.NAME).unlink()
-    with pytest.raises(CheckpointError, match="holds rank0/chunk.bin, which is no part"):
-        TagFolder(tmp_path, "tag", "00000003").make()
+    (tmp_path / "tag" / "rank0" / manifest.NAME).unlink()
+    refused(tmp_path, "rank0/chunk.bin, which is no part of a checkpoint")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"train_micro_batch_size_per_gpu": 1}', '{"written_by": "someone"}'])
+def test_a_file_with_the_manifests_name_that_is_none_is_not_deleted(tmp_path: Path, content: str) -> None:
+    """A user's settings for DeepSpeed, say."""
+    (tmp_path / "tag").mkdir()
+    (tmp_path / "tag" / manifest.NAME).write_text(content)
+    refused(tmp_path, r"ds_vertical\.json, which is no manifest of ours that can be read")
+
+
+@pytest.mark.parametrize("name", ["ds_vertical.beside", "ds_vertical.portable", SIGNPOST])
+def test_a_file_with_a_marks_name_that_is_none_is_not_deleted(tmp_path: Path, name: str) -> None:
+    if name == SIGNPOST:  # beside our manifest it is ours
+        (tmp_path / "tag").mkdir()
+    else:
+        saved_again(tmp_path, "00000001").switch()
+    (tmp_path / "tag" / name).write_text("mine")
+    refused(tmp_path, f"{name}, which is no part of a checkpoint")
+
+
+def test_a_manifest_that_is_damaged_while_the_save_writes_makes_no_file_ours(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tag's earlier folder then stays beside; what a killed save has made for itself goes by the names."""
+    saved_again(tmp_path, "00000001").switch()
+    second = saved_again(tmp_path, "00000002")
+    (tmp_path / "tag" / "rank0" / "weight0.bin").write_text("mine")
+    (tmp_path / "tag" / "rank0" / manifest.NAME).write_text("{")
+    second.switch()
+    assert (tmp_path / ".tag.00000002" / "rank0" / "weight0.bin").read_text() == "mine"
+    assert ".tag.00000002: holds rank0, which no save writes: left" in caplog.text
+    killed = saved_again(tmp_path, "00000003")
+    (killed.beside / "rank0" / manifest.NAME).write_text("{")
+    (killed.beside / "rank0" / "chunk.bin").rename(killed.beside / "rank0" / "chunk0.master.0.bin")
+    killed._unlock()
+    saved_again(tmp_path, "00000004").switch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tag.00000002", "tag"]
+    assert (tmp_path / ".tag.00000002" / "rank0" / "weight0.bin").read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["weight0.bin", "loose.pt", "chunk0.master.0.bin", "memory.bin"])
 def test_a_file_named_like_ours_is_anothers_where_nothing_else_is_ours(tmp_path: Path, name: str) -> None:
-    """Names count beside a damaged manifest; another program's `rank0/` has none, and no mark."""
+    """Another program's `rank0/` has no manifest; one of the tag's says nothing of the files in it."""
     path = tmp_path / "tag" / "rank0" / name
     path.parent.mkdir(parents=True)
     path.write_text("mine")
-    before = digest(tmp_path)
-    with pytest.raises(CheckpointError, match=f"tag: holds rank0/{name}, which is no part of a checkpoint"):
-        TagFolder(tmp_path, "tag", "00000001").make()
-    assert digest(tmp_path) == before
-    (tmp_path / "tag" / manifest.NAME).write_text("{")
-    saved_again(tmp_path, "00000002").switch()
-    manifest.check_manifest(tmp_path / "tag", manifest.read_rank(tmp_path / "tag", 0))
+    refused(tmp_path, f"rank0/{name}, which is no part of a checkpoint")
+    (tmp_path / "tag" / manifest.NAME).write_bytes(manifest.folder_manifest("tag", []))
+    refused(tmp_path, f"rank0/{name}, which is no part of a checkpoint")
 
 
 DEEPSPEEDS = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+OURS = {"written_by": "ds_vertical", "run": "20260131-235959-node7-1f2e3d4c"}
+OF_NOBODY = [{}, OURS | {"run": ""}, OURS | {"run": 7}, OURS | {"run": "../run"}, OURS | {"more": 1}, {"run": OURS["run"]}]
 
 
-@pytest.mark.parametrize("beside", ["", manifest.NAME, "ds_vertical.portable"])
-def test_a_file_of_deepspeeds_is_ours_only_beside_the_mark_of_a_portable_save(tmp_path: Path, beside: str) -> None:
+@pytest.mark.parametrize("mark", [None, manifest.NAME, *OF_NOBODY], ids=str)
+def test_a_file_of_deepspeeds_is_ours_only_beside_the_mark_of_a_portable_save(
+    tmp_path: Path, mark: str | dict[str, object] | None
+) -> None:
     """Neither our manifest nor a file that only has the mark's name makes it ours."""
-    if beside == manifest.NAME:
+    if mark == manifest.NAME:
         saved_again(tmp_path, "00000001").switch()
     (tmp_path / "tag").mkdir(exist_ok=True)
     (tmp_path / "tag" / DEEPSPEEDS).write_text("theirs")
-    if beside == "ds_vertical.portable":
-        (tmp_path / "tag" / beside).write_text("{}")
-    before = digest(tmp_path)
-    with pytest.raises(CheckpointError, match=f"tag: holds {DEEPSPEEDS}, which has the name.*another tag"):
-        TagFolder(tmp_path, "tag", "00000002").make()
-    assert digest(tmp_path) == before
-    if beside == "ds_vertical.portable":
-        (tmp_path / "tag" / beside).write_text('{"written_by": "ds_vertical"}')
-        saved_again(tmp_path, "00000003").switch()
-        assert not (tmp_path / "tag" / DEEPSPEEDS).exists()
+    portable = tmp_path / "tag" / "ds_vertical.portable"
+    if isinstance(mark, dict):
+        portable.write_text(json.dumps(mark))
+    refused(tmp_path, f"{DEEPSPEEDS}, which has the name of a file of DeepSpeed's, without the")
+    portable.write_text(json.dumps(OURS))
+    saved_again(tmp_path, "00000003").switch()
+    assert not (tmp_path / "tag" / DEEPSPEEDS).exists()
+
+
+def test_an_earlier_versions_portable_save_is_refused_by_name(tmp_path: Path) -> None:
+    """Its mark has no run's id."""
+    (tmp_path / "tag").mkdir()
+    (tmp_path / "tag" / "ds_vertical.portable").write_text('{"written_by": "ds_vertical"}')
+    refused(tmp_path, r"ds_vertical\.portable, which has no run's id, as an earlier version wrote it")
+    (tmp_path / "tag" / DEEPSPEEDS).write_text("theirs")
+    refused(tmp_path, f"{DEEPSPEEDS}, which has the name.*beside the ds_vertical.portable which has no run's id")
 
 
 def test_a_file_of_deepspeeds_that_comes_in_while_the_save_writes_is_not_deleted(tmp_path: Path) -> None:
@@ -221,10 +281,23 @@ def test_a_mark_counts_only_under_the_name_that_it_says(tmp_path: Path, caplog: 
     assert not (tmp_path / ".tag.00000001").exists()
 
 
-def test_the_mark_has_the_runs_id(tmp_path: Path) -> None:
+def test_the_mark_has_the_runs_id(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without one that a run may have, it is nobody's."""
     tag = saved_again(tmp_path, "00000001", write=False)
-    found = json.loads((tag.beside / "ds_vertical.beside").read_text())
-    assert found.pop("run") and found == {"written_by": "ds_vertical", "tag": "tag", "token": "00000001"}
+    path = tag.beside / "ds_vertical.beside"
+    found = json.loads(path.read_text())
+    assert run_dir.is_run_id(found["run"])
+    assert found == {"written_by": "ds_vertical", "run": found["run"], "tag": "tag", "token": "00000001", "made": True}
+    tag._unlock()
+    for run in ("", "../run", " ", "r" * 129, None, ["run"]):
+        path.write_text(json.dumps(found | {"run": run}))
+        before = digest(tag.beside)
+        TagFolder(tmp_path, "other", "00000002").make()
+        assert digest(tag.beside) == before
+        shutil.rmtree(tmp_path / ".other.00000002")
+    path.write_text(json.dumps(found))
+    TagFolder(tmp_path, "other", "00000003").make()
+    assert not tag.beside.exists()
 
 
 @pytest.mark.parametrize("tag", ["t" * 241, "dots..", "ä", "a b"])

@@ -194,6 +194,11 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 # ---- folders
 
 
+def of_save(number: int) -> bytes:
+    """The manifest of a folder without ranks, which differs from save to save."""
+    return manifest.folder_manifest(str(number), [])
+
+
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_a_folder_takes_the_place_of_the_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool) -> None:
     """On a file system that can exchange two names, and on one that cannot."""
@@ -202,11 +207,11 @@ def test_a_folder_takes_the_place_of_the_tag(tmp_path: Path, monkeypatch: pytest
     for number in range(3):
         folder = TagFolder(tmp_path / "saved", "tag", str(number))
         folder.make()
-        (folder.beside / manifest.NAME).write_text(str(number))
-        assert number == 0 or (folder.path / manifest.NAME).read_text() == str(number - 1)
+        (folder.beside / manifest.NAME).write_bytes(of_save(number))
+        assert number == 0 or (folder.path / manifest.NAME).read_bytes() == of_save(number - 1)
         folder.switch()
         folder.write_latest()
-        assert (folder.path / manifest.NAME).read_text() == str(number)
+        assert (folder.path / manifest.NAME).read_bytes() == of_save(number)
         assert sorted(each.name for each in folder.path.parent.iterdir()) == ["latest", "tag"]
     assert (tmp_path / "saved" / "latest").read_text() == "tag"
     folder.discard()
@@ -215,7 +220,7 @@ def test_a_folder_takes_the_place_of_the_tag(tmp_path: Path, monkeypatch: pytest
 
 def test_files_of_others_in_the_tags_folder_are_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "tag" / "rank0").mkdir(parents=True)
-    (tmp_path / "tag" / manifest.NAME).touch()
+    (tmp_path / "tag" / manifest.NAME).write_bytes(of_save(0))
     (tmp_path / "tag" / "tokenizer.json").write_text("mine")
     (tmp_path / "file").write_text("mine")
     for tag, named in (("tag", "tokenizer.json"), ("file", "file")):
@@ -268,7 +273,7 @@ def test_a_switch_that_is_not_on_the_disk_is_taken_back(
     folder = TagFolder(tmp_path, "tag", "00000001")
     if earlier:
         folder.path.mkdir()
-        (folder.path / manifest.NAME).write_text("earlier")
+        (folder.path / manifest.NAME).write_bytes(of_save(0))
     folder.make()
     real = os.fsync
 
@@ -282,7 +287,7 @@ def test_a_switch_that_is_not_on_the_disk_is_taken_back(
         folder.switch()
     folder.discard()
     assert [each.name for each in tmp_path.iterdir()] == ["tag"] * earlier
-    assert not earlier or (folder.path / manifest.NAME).read_text() == "earlier"
+    assert not earlier or (folder.path / manifest.NAME).read_bytes() == of_save(0)
 
 
 def test_a_switch_without_exchange_that_is_interrupted_leaves_the_earlier_folder(
@@ -292,7 +297,7 @@ def test_a_switch_without_exchange_that_is_interrupted_leaves_the_earlier_folder
     monkeypatch.setattr(tag_dir, "_exchange", lambda one, other: False)
     folder = TagFolder(tmp_path, "tag", "00000001")
     folder.path.mkdir()
-    (folder.path / manifest.NAME).write_text("earlier")
+    (folder.path / manifest.NAME).write_bytes(of_save(0))
     folder.make()
     real = os.rename
 
@@ -305,7 +310,8 @@ def test_a_switch_without_exchange_that_is_interrupted_leaves_the_earlier_folder
     with pytest.raises(KeyboardInterrupt):
         folder.switch()
     folder.discard()
-    assert [each.name for each in tmp_path.iterdir()] == ["tag"] and (folder.path / manifest.NAME).read_text() == "earlier"
+    assert [each.name for each in tmp_path.iterdir()] == ["tag"]
+    assert (folder.path / manifest.NAME).read_bytes() == of_save(0)
 
 
 def test_a_discarded_folder_leaves_nothing(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ hosts are two threads here, each a rank with a folder of its own; what they tell
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import socket
@@ -85,10 +86,11 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
 
 
 def write(folder: Path, text: str, rank_count: int = 2) -> None:
-    """All ranks' manifests, of a text each."""
+    """All ranks' manifests, of no files, with a text each."""
     for rank in range(rank_count):
         manifest.rank_folder(folder, rank).mkdir(parents=True)
-        (manifest.rank_folder(folder, rank) / manifest.NAME).write_text(text)
+        content = json.dumps({"format": manifest.FORMAT, "files": {}, "text": text})
+        (manifest.rank_folder(folder, rank) / manifest.NAME).write_text(content)
     checksums = [(len(text), sum(text.encode()))] * rank_count
     (folder / manifest.NAME).write_bytes(manifest.folder_manifest("two", checksums))
 
@@ -102,7 +104,7 @@ def begun(folder: Path, text: str, token: str = TOKEN) -> TagFolder:
 
 
 def text_in(folder: Path) -> str:
-    return (folder / "two" / "rank0" / manifest.NAME).read_text()
+    return json.loads((folder / "two" / "rank0" / manifest.NAME).read_text())["text"]
 
 
 # ---- a tag that was not there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import pickle
 import random
 import re
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from stateful_models import (
     MaskOnBlocks,
     Namespaces,
     Nones,
+    NumpyGenerators,
     NumpyRandom,
     OwnGenerators,
     PythonRandom,
@@ -42,6 +44,7 @@ from stateful_models import (
 from torch import nn
 
 from ds_vertical.engine.self_check.check import SelfCheckError
+from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.errors import LayerError
 from ds_vertical.model.stubs import Coroutine
 
@@ -55,7 +58,47 @@ def checked(folder: Path, wanted: bool | None = True, **section: Any) -> dict[st
     return config_in(folder, section={"self_check": wanted, "seed": 4} | section)
 
 
-@pytest.mark.parametrize("case", [Base, SharedContext, SharedUserDict, Ranges, PythonRandom], ids=lambda case: case.__name__)
+def streams(model: nn.Module) -> list[Any]:
+    """Where the generators stand, Python's, NumPy's and torch's own, and those that modules hold."""
+    found: list[Any] = [random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().tolist()]
+    for value in (value for module in model.modules() for value in vars(module).values()):
+        if isinstance(value, torch.Generator):
+            found.append(value.get_state().tolist())
+        elif isinstance(value, np.random.Generator):
+            found.append(value.bit_generator.state)
+        elif isinstance(value, random.Random):
+            found.append(value.getstate())
+    return found
+
+
+AGREEING = (Base, SharedContext, SharedUserDict, Ranges, PythonRandom, NumpyRandom, NumpyGenerators, OwnGenerators)
+NUM_STREAMS = {NumpyGenerators: 2 * NUM_LAYERS, OwnGenerators: NUM_LAYERS}  # of their modules
+
+
+@pytest.mark.parametrize("seeds", [True, False])
+@pytest.mark.parametrize("case", AGREEING, ids=lambda case: case.__name__)
+def test_a_check_that_agrees_puts_all_generators_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: type[Base], seeds: bool
+) -> None:
+    """As they stand right behind it, ahead of the step, with a stream for each micro-batch or one for all."""
+    stood = []
+    check = FirstStepCheck._compare
+
+    def compare(self: FirstStepCheck, *arguments: Any) -> None:
+        model = self._parts.module
+        before = streams(model)
+        check(self, *arguments)
+        stood.append((before, streams(model)))
+
+    monkeypatch.setattr(FirstStepCheck, "_compare", compare)
+    with running(checked(tmp_path, seed_micro_batches=seeds), case, vertical=True) as (engine, model):
+        [engine.train_batch(iter(step)) for step in batches(2)]
+        assert len(streams(model)) == 3 + NUM_STREAMS.get(case, 0)
+    ((before, after),) = stood
+    assert before == after
+
+
+@pytest.mark.parametrize("case", AGREEING, ids=lambda case: case.__name__)
 def test_it_agrees_and_leaves_everything_as_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], case: type[Base]
 ) -> None:
@@ -67,7 +110,7 @@ def test_it_agrees_and_leaves_everything_as_it_was(
         with running(checked(tmp_path, wanted), case, vertical=True) as (engine, model):
             losses = [engine.train_batch(iter(step)).item() for step in batches(2)]
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            randomness = random.getstate(), torch.get_rng_state().tolist()
+            randomness = streams(model)
             ends.append((losses, randomness, read_weights(model), buffers))
     (losses, randomness, weights, buffers), (own, own_randomness, own_weights, own_buffers) = ends
     assert losses == own and randomness == own_randomness
