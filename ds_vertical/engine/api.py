@@ -295,7 +295,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     resolved, planner = open_choice(KeepPlanner(forecast := forecast_of(resolved).paired(room), resolved, report, *room))
     needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     check_room(resolved.activations, host_bytes, left)
-    needs += [*disk_check.check_disk(forecast, config, resolved), *late_copies(section, resolved, forecast.timing.delay)]
+    needs += [*disk_check.check_disk(forecast, config, resolved), *late_copies(section, resolved, forecast.timing)]
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         accelerator.log(f"ds_vertical: {line}")

@@ -26,6 +26,7 @@ from ds_vertical.distributed import ranks
 from ds_vertical.engine.memory_check import Forecast
 from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.model.compiled_blocks import any_compiled
+from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.linear_program import LpProblem
@@ -72,14 +73,20 @@ def _needed(forecast: Forecast, room: Room) -> int:
     return memory_budget.total_bytes(memory_budget.budget(forecast.shape, least, forecast.further(room[1])), Tier.HOST)
 
 
-def late_copies(section: VerticalConfig, resolved: RunSettings, delay: float) -> list[str]:
-    """A line for the log where the default `optimizer_delay` leaves the node few standing copies. `delay`: of the run."""
-    if not resolved.levels.copy_on_device or section.optimizer_delay is not None or not delay:
+def late_copies(section: VerticalConfig, resolved: RunSettings, timing: StepTiming) -> list[str]:
+    """A line for the log where the node has few standing copies that nobody has asked for: by the default `optimizer_delay`, or
+    by a share of the state in host memory, which is not stepped early. `timing`: of the run."""
+    share, delay, written = resolved.optimizer_host_share, timing.delay, section.optimizer_delay
+    shared = timing.possible and share > 0
+    if not resolved.levels.copy_on_device or written or not (shared or (delay and written is None)):
         return []
+    null = f"{SECTION}.optimizer_delay is null, by which {delay:.0%} of each unit's step is"
+    resting = f"{SECTION}.{_STATE_KEY} is {share:g}, by which the steps of that share of the state are"
+    causes = " and ".join([null] * bool(delay) + [resting] * shared)
+    advice = ", ".join(['"optimizer_delay": 0'] * bool(delay) + [f'"{_STATE_KEY}": 0'] * shared)
     return [
-        f"warning: {SECTION}.levels.copy_on_device: got true, and {SECTION}.optimizer_delay is null, by which {delay:.0%} of"
-        " each unit's step is left to the next forward; such a unit has no standing copy and crosses the link there; write"
-        ' "optimizer_delay": 0'
+        f"warning: {SECTION}.levels.copy_on_device: got true, and {causes} left to the next forward; such a unit has no standing"
+        f" copy and crosses the link there; write {advice}"
     ]
 
 
