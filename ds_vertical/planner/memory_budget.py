@@ -153,7 +153,7 @@ def _ssd(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     yield _item(Tier.SSD, "optimizer state", state, "zero_optimization.offload_optimizer.device")
     weights = rank * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
     yield _item(Tier.SSD, "parameters", weights, "zero_optimization.offload_param.device")
-    second = stepped * shape.written_bytes * (shape.generations - 1)
+    second = stepped * shape.second_bytes * (shape.generations - 1)
     yield _item(Tier.SSD, "second generation of both", second, "vertical_schedule.on_nonfinite")
     waiting = stepped * shape.gradient_bytes * terms.held_share * shape.in_files(TensorKind.GRADIENTS)
     yield _item(Tier.SSD, "waiting gradients", waiting, "vertical_schedule.gradient_host_share")
