@@ -7,8 +7,9 @@ nothing else. Gradients wait in host memory, which is faster than any SSD, as fa
 [Note: state in host memory] The JSON has put the optimizer's state on SSD, so a run may fill host memory with it only where the
 JSON says how much the run may use (`host_memory_bytes`). What the machine has free is other people's as well. A run that fits
 without state in memory must fit with it. So the state comes last, when all else that the budget counts has been chosen, and
-takes a part of what is left. And it takes nothing where activations may leave the device, or the device is the host: how many
-bytes of host memory they then need shows with the first batch, when the state has its place.
+takes a part of what is left: the choice of `activations.keep`, and the script, may need some of it. And it takes nothing where
+activations may leave the device, or the device is the host: how many bytes of host memory they then need shows with the first
+batch, when the state has its place.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ds_vertical.planner import memory_budget
 from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Profile
+from ds_vertical.planner.memory_budget import STATE_SHARES, USED_BY_STATE
 from ds_vertical.planner.model_shape import ModelShape, Seconds, outside_elements, shaped
 from ds_vertical.planner.search import DELAYS, WINDOWS, tune_timing
 from ds_vertical.types import ActivationSettings, RunSettings, Tier, TierBytes, per_tier
@@ -39,8 +41,6 @@ _MOST_TOKENS: Final = 2048  # of a sequence, where the model's configuration all
 _DTYPES: Final = {2: "bf16", 4: "fp32"}
 _DELAYS: Final = DELAYS[::2]
 _SHARES: Final = 16  # of the waiting gradients, and of the copies, tried from all to none
-_STATE_SHARES: Final = 20  # of the optimizer's state likewise
-_USED_BY_STATE: Final = 0.8  # of what the budget leaves: the choice of `activations.keep`, and the script, may need some of it
 _STATE_KEY: Final = "optimizer_host_share"
 
 # bytes of host memory that this rank may take in all, and beside its parameters: `memory_check.host_room`
@@ -85,8 +85,8 @@ def late_copies(section: VerticalConfig, resolved: RunSettings, timing: StepTimi
     causes = " and ".join([null] * bool(delay) + [resting] * shared)
     advice = ", ".join(['"optimizer_delay": 0'] * bool(delay) + [f'"{_STATE_KEY}": 0'] * shared)
     return [
-        f"warning: {SECTION}.levels.copy_on_device: got true, and {causes} left to the next forward; such a unit has no standing"
-        f" copy and crosses the link there; write {advice}"
+        f"warning: {SECTION}.levels.copy_on_device: got true, and {causes} left to the next forward; such a unit has no"
+        f" standing copy and crosses the link there; write {advice}"
     ]
 
 
@@ -123,7 +123,7 @@ def choose_state_share(
         every = ranks.all_gathered(_fitting_states(resolved, forecast_of, room))
         share = max(set.intersection(*map(set, every)), default=0.0)
         held = {1.0: "all", 0.0: "none"}.get(share, "no more")
-        why = f"{_USED_BY_STATE:.0%} of what host_memory_bytes leaves beside the rest holds {held} of it"
+        why = f"{USED_BY_STATE:.0%} of what host_memory_bytes leaves beside the rest holds {held} of it"
     reasons = MappingProxyType({**resolved.reasons, _STATE_KEY: f"null: {why}"})
     return replace(resolved, optimizer_host_share=share, reasons=reasons)
 
@@ -133,7 +133,7 @@ def _why_no_state(resolved: RunSettings, forecast: Forecast) -> str | None:
     if not forecast.state_in_files:
         return "0, the JSON puts no optimizer state on SSD"
     if forecast.terms.one_memory or not _stay_on_device(resolved.activations):
-        return "0, since activations take host memory, and how much shows with the first batch; write a share"
+        return "0, since activations take host memory, and how much shows with the first batch; a plan counts them"
     if resolved.host_memory_bytes is None:
         return "0, since host_memory_bytes is null, and the machine's free memory is not this run's alone; write either"
     return None
@@ -153,8 +153,8 @@ def _fitting_states(resolved: RunSettings, forecast_of: Callable[[RunSettings], 
         return max(_needed(other, room), room[1] + other.setup_bytes)
 
     least = needed(0.0)
-    most = least + _USED_BY_STATE * (room[0] - least)
-    return [share for share in _shares(_STATE_SHARES) if share and needed(share) <= most]
+    most = least + USED_BY_STATE * (room[0] - least)
+    return [share for share in _shares(STATE_SHARES) if share and needed(share) <= most]
 
 
 def choose_all(
@@ -162,7 +162,7 @@ def choose_all(
     resolved: RunSettings,
     forecast_of: Callable[[RunSettings], Forecast],
     model: nn.Module,
-    report: Mapping[str, Any] | None,
+    report: Mapping[str, object] | None,
     room: Room,
 ) -> RunSettings:
     """`resolved` with every null replaced that host memory or the machine's rates decide before the first step: what stock has

@@ -29,7 +29,7 @@ from ds_vertical.offload.chunking import ALIGNMENT, FP32_BYTES, boundary, split_
 from ds_vertical.offload.grad_accumulator import LARGE
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.memory_budget import STATE_SHARE, BudgetItem, BudgetTerms
+from ds_vertical.planner.memory_budget import STATE_SHARE, STATE_SHARES, BudgetItem, BudgetTerms
 from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.schedule.events import Unit
 from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, Placement, RunSettings, TensorKind, Tier
@@ -40,7 +40,6 @@ _HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes s
 _MEASURED: Final = "(measured)"
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
 _LEVELS: Final = "zero_optimization.zero_hpz_partition_size"
-_SHARES: Final = 20  # of the state in host memory, tried for a refusal's advice
 
 
 @dataclass(frozen=True)
@@ -386,7 +385,7 @@ def _fitting_share(forecast: Forecast, room: tuple[int, int]) -> float | None:
         return max(memory_budget.total_bytes(items, Tier.HOST), baseline + other.setup_bytes) <= allowed
 
     now = forecast.host_share
-    tried = (count / _SHARES for count in range(_SHARES - 1, -1, -1))
+    tried = (count / STATE_SHARES for count in range(STATE_SHARES - 1, -1, -1))
     return None if not now or fits(now) else next((share for share in tried if share < now and fits(share)), None)
 
 
