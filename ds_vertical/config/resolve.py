@@ -31,7 +31,7 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> RunSett
     """Apply the fixed rule of every null.
 
     prefetch_layers: 1 with overlap, 0 without; gradient_host_share: 1 (less at initialize where memory is short);
-    optimizer_host_share: 0;
+    optimizer_host_share: 0 (more at initialize where `host_memory_bytes` leaves room);
     activations.device and keep_device: "device"; keep: none until it is chosen behind the first step;
     with acco: optimizer_delay 1, no speculation, keep none;
     seed: `initial_seed`, torch.initial_seed() at initialize;
@@ -49,7 +49,7 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> RunSett
         reasons["gradient_host_share"] = "null: 1, host memory has room for what waits"
     if section.optimizer_host_share is None:
         values["optimizer_host_share"] = 0.0
-        reasons["optimizer_host_share"] = "null: 0, host memory has none of what is to be on SSD"
+        reasons["optimizer_host_share"] = "null: 0, nothing says that host memory has room for it"
     if section.seed is None:
         values["seed"] = initial_seed
         reasons["seed"] = "null: torch.initial_seed() at initialize"

@@ -156,8 +156,8 @@ class VerticalConfig(BaseModel):
     gradient_host_share: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of waiting gradients kept in host memory; null: what fits. The others wait on SSD, written and read once."""
     optimizer_host_share: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of optimizer state on nvme kept in host memory; null: 0. Whole parameters, spread evenly over the layers. Their
-    steps wait for the norm."""
+    """Share of optimizer state on nvme kept in host memory; null: chosen. Whole parameters, spread evenly over the layers.
+    Their steps wait for the norm."""
     keep_gradients: bool = False
     """Keep the last step's gradients for safe_get_full_grad and safe_get_local_grad. They stay in host memory (4 bytes per
     parameter) until the next step sums new ones."""

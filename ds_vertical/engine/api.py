@@ -30,13 +30,7 @@ from ds_vertical.distributed.unit_levels import refuse_levels
 from ds_vertical.engine import disk_check, machine_cache
 from ds_vertical.engine.acco.refusals import refuse_acco
 from ds_vertical.engine.assembly import HostBudget
-from ds_vertical.engine.autotune import (
-    choose_copy_share,
-    choose_gradient_tier,
-    choose_timing,
-    late_copies,
-    refuse_fetched_compiled,
-)
+from ds_vertical.engine.autotune import choose_all, late_copies, refuse_fetched_compiled
 from ds_vertical.engine.engine import VerticalEngine
 from ds_vertical.engine.integrations.pretrained import write_full_weights
 from ds_vertical.engine.integrations.stock_calls import StockCalls
@@ -295,14 +289,13 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     groups = groups_of(model, kwargs["model_parameters"], kwargs["optimizer"])
     forecast_of = partial(Forecast, layers, groups, config)
     room = host_room(model.parameters(), resolved.host_memory_bytes)
-    resolved = choose_gradient_tier(section, choose_copy_share(resolved, forecast_of, room), forecast_of, room)
     measured = machine_cache.training_report(run_folder(config), several_paths(config)[1:])
     report = machine_cache.slowest_report(ranks.all_gathered(measured))
-    resolved = choose_timing(section, resolved, forecast_of(resolved).paired(room), model, report, room)
+    resolved = choose_all(section, resolved, forecast_of, model, report, room)
     resolved, planner = open_choice(KeepPlanner(forecast := forecast_of(resolved).paired(room), resolved, report, *room))
     needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     check_room(resolved.activations, host_bytes, left)
-    needs += [*disk_check.check_disk(forecast, config, resolved), *late_copies(section, resolved, forecast.timing.delay)]
+    needs += [*disk_check.check_disk(forecast, config, resolved), *late_copies(section, resolved, forecast.timing)]
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         accelerator.log(f"ds_vertical: {line}")

@@ -1,7 +1,15 @@
-"""What `null` means for timing and for where gradients wait, on this machine and for this very model, the same on all ranks.
+"""What `null` means for timing and for what rests in host memory, on this machine and for this very model, the same on all
+ranks.
 
 Timing is the planner's choice where the machine has been measured. It never changes values, so a poor estimate costs time and
 nothing else. Gradients wait in host memory, which is faster than any SSD, as far as that holds them.
+
+[Note: state in host memory] The JSON has put the optimizer's state on SSD, so a run may fill host memory with it only where the
+JSON says how much the run may use (`host_memory_bytes`). What the machine has free is other people's as well. A run that fits
+without state in memory must fit with it. So the state comes last, when all else that the budget counts has been chosen, and
+takes a part of what is left: the choice of `activations.keep`, and the script, may need some of it. And it takes nothing where
+activations may leave the device, or the device is the host: how many bytes of host memory they then need shows with the first
+batch, when the state has its place.
 """
 
 from __future__ import annotations
@@ -19,18 +27,21 @@ from ds_vertical.distributed import ranks
 from ds_vertical.engine.memory_check import Forecast
 from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.model.compiled_blocks import any_compiled
+from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Profile
+from ds_vertical.planner.memory_budget import STATE_SHARES, USED_BY_STATE
 from ds_vertical.planner.model_shape import ModelShape, Seconds, outside_elements, shaped
 from ds_vertical.planner.search import DELAYS, WINDOWS, tune_timing
-from ds_vertical.types import RunSettings, Tier, TierBytes, per_tier
+from ds_vertical.types import ActivationSettings, RunSettings, Tier, TierBytes, per_tier
 
 _MOST_TOKENS: Final = 2048  # of a sequence, where the model's configuration allows more
 _DTYPES: Final = {2: "bf16", 4: "fp32"}
 _DELAYS: Final = DELAYS[::2]
 _SHARES: Final = 16  # of the waiting gradients, and of the copies, tried from all to none
+_STATE_KEY: Final = "optimizer_host_share"
 
 # bytes of host memory that this rank may take in all, and beside its parameters: `memory_check.host_room`
 Room = tuple[int, int]
@@ -52,8 +63,8 @@ def choose_copy_share(resolved: RunSettings, forecast_of: Callable[[RunSettings]
     return replace(with_share(share), reasons=MappingProxyType({**resolved.reasons, "levels": reason}))
 
 
-def _shares() -> Iterator[float]:
-    return (count / _SHARES for count in range(_SHARES, -1, -1))
+def _shares(steps: int = _SHARES) -> Iterator[float]:
+    return (count / steps for count in range(steps, -1, -1))
 
 
 def _needed(forecast: Forecast, room: Room) -> int:
@@ -62,14 +73,20 @@ def _needed(forecast: Forecast, room: Room) -> int:
     return memory_budget.total_bytes(memory_budget.budget(forecast.shape, least, forecast.further(room[1])), Tier.HOST)
 
 
-def late_copies(section: VerticalConfig, resolved: RunSettings, delay: float) -> list[str]:
-    """A line for the log where the default `optimizer_delay` leaves the node few standing copies. `delay`: of the run."""
-    if not resolved.levels.copy_on_device or section.optimizer_delay is not None or not delay:
+def late_copies(section: VerticalConfig, resolved: RunSettings, timing: StepTiming) -> list[str]:
+    """A line for the log where the node has few standing copies that nobody has asked for: by the default `optimizer_delay`, or
+    by a share of the state in host memory, which is not stepped early. `timing`: of the run."""
+    share, delay, written = resolved.optimizer_host_share, timing.delay, section.optimizer_delay
+    shared = timing.possible and share > 0
+    if not resolved.levels.copy_on_device or written or not (shared or (delay and written is None)):
         return []
+    null = f"{SECTION}.optimizer_delay is null, by which {delay:.0%} of each unit's step is"
+    resting = f"{SECTION}.{_STATE_KEY} is {share:g}, by which the steps of that share of the state are"
+    causes = " and ".join([null] * bool(delay) + [resting] * shared)
+    advice = ", ".join(['"optimizer_delay": 0'] * bool(delay) + [f'"{_STATE_KEY}": 0'] * shared)
     return [
-        f"warning: {SECTION}.levels.copy_on_device: got true, and {SECTION}.optimizer_delay is null, by which {delay:.0%} of"
-        " each unit's step is left to the next forward; such a unit has no standing copy and crosses the link there; write"
-        ' "optimizer_delay": 0'
+        f"warning: {SECTION}.levels.copy_on_device: got true, and {causes} left to the next forward; such a unit has no"
+        f" standing copy and crosses the link there; write {advice}"
     ]
 
 
@@ -92,6 +109,67 @@ def choose_gradient_tier(
     reason = f"null: host memory holds no more of what waits; {1 - share:.0%} waits on SSD"
     reasons = MappingProxyType({**resolved.reasons, "gradient_host_share": reason})
     return replace(resolved, gradient_host_share=share, reasons=reasons)
+
+
+def choose_state_share(
+    section: VerticalConfig, resolved: RunSettings, forecast_of: Callable[[RunSettings], Forecast], room: Room
+) -> RunSettings:
+    """`resolved` with the largest `optimizer_host_share` that fits on every rank, where the JSON leaves it null; all other
+    choices that the budget counts have been made. See [Note: state in host memory]. Collective."""
+    if section.optimizer_host_share is not None:
+        return resolved
+    share, why = 0.0, _why_no_state(resolved, forecast_of(resolved))
+    if why is None:
+        every = ranks.all_gathered(_fitting_states(resolved, forecast_of, room))
+        share = max(set.intersection(*map(set, every)), default=0.0)
+        held = {1.0: "all", 0.0: "none"}.get(share, "no more")
+        why = f"{USED_BY_STATE:.0%} of what host_memory_bytes leaves beside the rest holds {held} of it"
+    reasons = MappingProxyType({**resolved.reasons, _STATE_KEY: f"null: {why}"})
+    return replace(resolved, optimizer_host_share=share, reasons=reasons)
+
+
+def _why_no_state(resolved: RunSettings, forecast: Forecast) -> str | None:
+    """Why none of the state is put into host memory, whatever there is of it; None where it may be."""
+    if not forecast.state_in_files:
+        return "0, the JSON puts no optimizer state on SSD"
+    if forecast.terms.one_memory or not _stay_on_device(resolved.activations):
+        return "0, since activations take host memory, and how much shows with the first batch; a plan counts them"
+    if resolved.host_memory_bytes is None:
+        return "0, since host_memory_bytes is null, and the machine's free memory is not this run's alone; write either"
+    return None
+
+
+def _stay_on_device(activations: ActivationSettings) -> bool:
+    """Whether the JSON moves nothing of the activations, and keeps nothing, off the device."""
+    kept = (share for tier, share in activations.kept_shares.items() if tier is not Tier.DEVICE)
+    return not any((*activations.shares.values(), *kept))
+
+
+def _fitting_states(resolved: RunSettings, forecast_of: Callable[[RunSettings], Forecast], room: Room) -> list[float]:
+    """The shares of the state, above none, for which this rank has room, also while stock's optimizer is set up."""
+
+    def needed(share: float) -> int:
+        other = forecast_of(replace(resolved, optimizer_host_share=share))
+        return max(_needed(other, room), room[1] + other.setup_bytes)
+
+    least = needed(0.0)
+    most = least + USED_BY_STATE * (room[0] - least)
+    return [share for share in _shares(STATE_SHARES) if share and needed(share) <= most]
+
+
+def choose_all(
+    section: VerticalConfig,
+    resolved: RunSettings,
+    forecast_of: Callable[[RunSettings], Forecast],
+    model: nn.Module,
+    report: Mapping[str, object] | None,
+    room: Room,
+) -> RunSettings:
+    """`resolved` with every null replaced that host memory or the machine's rates decide before the first step: what stock has
+    in host memory, then timing, and of what these leave the state. `report`: see `choose_timing`. Collective."""
+    resolved = choose_gradient_tier(section, choose_copy_share(resolved, forecast_of, room), forecast_of, room)
+    resolved = choose_timing(section, resolved, forecast_of(resolved).paired(room), model, report, room)
+    return choose_state_share(section, resolved, forecast_of, room)
 
 
 def refuse_fetched_compiled(resolved: RunSettings, model: nn.Module) -> None:

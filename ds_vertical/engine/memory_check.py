@@ -29,7 +29,7 @@ from ds_vertical.offload.chunking import ALIGNMENT, FP32_BYTES, boundary, split_
 from ds_vertical.offload.grad_accumulator import LARGE
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.memory_budget import STATE_SHARE, BudgetItem, BudgetTerms
+from ds_vertical.planner.memory_budget import STATE_SHARE, STATE_SHARES, BudgetItem, BudgetTerms
 from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.schedule.events import Unit
 from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, Placement, RunSettings, TensorKind, Tier
@@ -40,16 +40,17 @@ _HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes s
 _MEASURED: Final = "(measured)"
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
 _LEVELS: Final = "zero_optimization.zero_hpz_partition_size"
-_SHARES: Final = 20  # of the state in host memory, tried for a refusal's advice
 
 
 @dataclass(frozen=True)
 class FileBytes:
     """Bytes of this rank's files: `parameters` (which the optimizer steps), one generation of optimizer state, the gradients
-    that wait on SSD, and those that would without early steps, to within half a piece. `num_files`: of parameters, and of
-    chunks of state. `shared`: of the state that rests in host memory by a share, and is written to each checkpoint."""
+    that wait on SSD, and those that would without early steps, to within half a piece. `second`: of the parameters' second
+    generation, which those have whose state is in files. `num_files`: of parameters, and of chunks of state. `shared`: of the
+    state that rests in host memory by a share, and is written to each checkpoint."""
 
     parameters: int
+    second: int
     state: int
     gradients: int
     all_gradients: int
@@ -109,15 +110,15 @@ class Forecast:
     @property
     def files(self) -> FileBytes:
         """Bytes of the files that this rank will make."""
-        stepped = {id(param) for chunk in self.chunks for param in chunk.params}
         in_files, chunks = self._shards.in_files, [chunk for chunk in self.chunks if chunk.state_in_files]
-        parameters = sum(self._shards.file_bytes(param) for param in in_files if id(param) in stepped)
+        stepped, early = ({id(param) for chunk in some for param in chunk.params} for some in (self.chunks, chunks))
+        parameters, second = (sum(self._shards.file_bytes(p) for p in in_files if id(p) in ids) for ids in (stepped, early))
         state = sum(_MOMENTS * self._shards.aligned(chunk.numel * FP32_BYTES) for chunk in chunks)
         waiting = (1 - self._resolved.gradient_host_share) * sum(chunk.numel for chunk in self.chunks) * FP32_BYTES
         num_files = len(in_files) + _MOMENTS * len(chunks)
         resting = sum(chunk.numel for chunk in self.chunks if not chunk.state_in_files) if self.host_share else 0
         shared = _MOMENTS * FP32_BYTES * resting
-        return FileBytes(parameters, state, round(self._held_share * waiting), round(waiting), num_files, shared)
+        return FileBytes(parameters, second, state, round(self._held_share * waiting), round(waiting), num_files, shared)
 
     # ---- in the terms of `memory_budget`
 
@@ -384,7 +385,7 @@ def _fitting_share(forecast: Forecast, room: tuple[int, int]) -> float | None:
         return max(memory_budget.total_bytes(items, Tier.HOST), baseline + other.setup_bytes) <= allowed
 
     now = forecast.host_share
-    tried = (count / _SHARES for count in range(_SHARES - 1, -1, -1))
+    tried = (count / STATE_SHARES for count in range(STATE_SHARES - 1, -1, -1))
     return None if not now or fits(now) else next((share for share in tried if share < now and fits(share)), None)
 
 

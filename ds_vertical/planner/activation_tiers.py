@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ds_vertical.types import Tier
+from ds_vertical.types import Placement, TensorKind, Tier
 
 
 def spread(num_micro_batches: int, shares: Sequence[float]) -> tuple[int, ...]:
@@ -29,3 +29,12 @@ def activation_tiers(num_micro_batches: int, shares: Mapping[Tier, float]) -> tu
     away = [tier for tier in shares if tier is not Tier.DEVICE]
     chosen = spread(num_micro_batches, [shares[tier] for tier in away])
     return tuple(Tier.DEVICE if index < 0 else away[index] for index in chosen)
+
+
+def in_whole_micro_batches(placement: Placement, num_micro_batches: int) -> Placement:
+    """Shares of activations are of whole micro-batches: more of them leave the device, never fewer."""
+    shares = placement[TensorKind.ACTIVATIONS]
+    host, ssd = shares[Tier.HOST], shares[Tier.SSD]
+    off = -(-round((host + ssd) * num_micro_batches * 1e6) // 10**6) / num_micro_batches
+    ssd = min(off, -(-round(ssd * num_micro_batches * 1e6) // 10**6) / num_micro_batches)
+    return placement.with_shares(TensorKind.ACTIVATIONS, {Tier.HOST: max(0.0, off - ssd), Tier.SSD: ssd})

@@ -1,10 +1,16 @@
-"""One way to train a model on a machine: what the search varies, and what the simulator says of it."""
+"""One way to train a model on a machine: what the search varies, and what the simulator says of it.
+
+[Note: shares of the state] The linear program is solved for a given share of the optimizer's state in host memory: what has its
+state there is stepped in the next forward, so that the share multiplies variables of the program. Each share in steps of 5 %
+makes a case with each delay. The state takes a part of the host memory that all else leaves, as where `initialize` chooses it
+(`engine.autotune`): a run that starts later may find less.
+"""
 
 from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, Final, ParamSpec, Self, TypeVar
@@ -15,8 +21,9 @@ from ds_vertical.planner.bound import Bound, step_bound
 from ds_vertical.planner.closed_forms import Traffic, traffic_of
 from ds_vertical.planner.costs import Parts, event_costs, split_steps
 from ds_vertical.planner.kept_activations import NOTHING, KeptShare, PolicyPoint
-from ds_vertical.planner.linear_program import LpProblem
+from ds_vertical.planner.linear_program import LpProblem, Solution
 from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.memory_budget import STATE_SHARES, USED_BY_STATE
 from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.network import LevelChoice, Network, level_choice
 from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
@@ -147,7 +154,7 @@ class Candidate:
             choice.num_micro_batches,
             window=choice.window,
             delayed=choice.early or choice.delay > 0,
-            due=due if choice.delay > 0 or (choice.early and self.shape.in_files(TensorKind.STATE) < 1) else frozenset(),
+            due=due if choice.delay > 0 or (choice.early and placement.in_files(TensorKind.STATE) < 1) else frozenset(),
             early=choice.early,
             ahead=choice.window > 0,
             hold=None if not waits else DELAYED if choice.early else EVERYTHING,
@@ -222,6 +229,21 @@ class Candidate:
         return linear_program.tier_bytes(self.case, self.shape.placement, Tier.SSD)
 
 
+def fits(candidate: Candidate) -> bool:
+    """Whether every tier has room for it."""
+    case, placement = candidate.case, candidate.shape.placement
+    return all(
+        limit is None or linear_program.tier_bytes(case, placement, tier) <= limit for tier, limit in case.limits.items()
+    )
+
+
+def in_pairs(candidate: Candidate) -> Candidate:
+    """With gradients that wait for the next micro-batch's where there is room for them, as a run decides."""
+    case = candidate.case
+    paired = replace(candidate, case=replace(case, terms=replace(case.terms, pairs=True)))
+    return paired if fits(paired) else candidate
+
+
 def most_micro_batches(candidate: Candidate, limits: TierBytes, most: int) -> int:
     """Of the numbers up to `most`, the largest for which a rank has room in memory and on SSD. `limits`: bytes per tier."""
     case, placement = candidate.case, candidate.shape.placement
@@ -253,6 +275,7 @@ def simplicity(candidate: Candidate) -> tuple[float, ...]:
     choice, placement = candidate.choice, candidate.choice.placement
     activations = placement[TensorKind.ACTIVATIONS]
     moves = activations[Tier.SSD], activations[Tier.HOST], placement.share(TensorKind.GRADIENTS, Tier.SSD)
+    in_memory = placement.share(TensorKind.STATE, Tier.HOST)
     kept = choice.kept or KeptShare(NOTHING)
     keeping = choice.in_place, POLICIES.index(choice.policy), kept.ssd, kept.host
     levels = choice.levels
@@ -260,6 +283,7 @@ def simplicity(candidate: Candidate) -> tuple[float, ...]:
         levels.num_rounded if levels is not None else 0,
         *keeping,
         *(round(share, 2) for share in moves),
+        in_memory % 1.0,  # all of it is as simple as none
         choice.window,
         choice.blocks_per_layer,
         candidate.shape.generations,
@@ -289,7 +313,8 @@ def difference(chosen: Choice, other: Choice) -> str:
     if (away := theirs.away(TensorKind.ACTIVATIONS)) != ours.away(TensorKind.ACTIVATIONS):
         found.append(f"activations off the device {away:.0%}")
     if (on_ssd := theirs.share(TensorKind.STATE, Tier.SSD)) != ours.share(TensorKind.STATE, Tier.SSD):
-        found.append(f"optimizer state on {'SSD' if on_ssd else 'host'}")
+        where = {1.0: "SSD", 0.0: "host"}.get(on_ssd, f"SSD {on_ssd:.0%}")
+        found.append(f"optimizer state on {where}")
     if other.levels is None and chosen.levels is not None:
         found.append("collectives of all ranks at once")
     elif other.levels is not None:
@@ -309,3 +334,61 @@ def _keeping(choice: Choice) -> str:
         return f'activations.keep "{choice.policy}"'
     shares = [f"{kept.share(tier):.0%} on {tier}" for tier in Tier if kept.share(tier)]
     return f'activations.keep "{choice.policy}" ({", ".join(shares)})'
+
+
+# ---- a share of the optimizer's state in host memory
+
+
+def with_state_in_memory(shape: ModelShape, share: float) -> ModelShape:
+    """`shape` with that share of the state in host memory: of what lies outside the layers first, as far as a unit fits whole,
+    then as much of every layer. (A run chooses whole parameters: `engine.zero3.chunks.params_in_host`.)"""
+    placement = shape.placement.with_shares(TensorKind.STATE, {Tier.SSD: 1 - share})
+    if not 0 < share < 1:
+        return replace(shape, placement=placement, state_places=())
+    room = share * shape.stepped_elements / shape.num_shards
+    places: list[tuple[Unit, float, float]] = []
+    units = shape.outside.around(range(shape.num_layers))
+    for unit in units:
+        if not isinstance(unit, int):
+            elements = shape.stepped(unit)
+            in_memory = elements if elements <= room else 0.0
+            room -= in_memory
+            places.append((unit, elements - in_memory, in_memory))
+    layers = {unit: shape.stepped(unit) for unit in units if isinstance(unit, int)}
+    each = min(1.0, room / (sum(layers.values()) or 1.0))
+    places += [(unit, elements * (1 - each), elements * each) for unit, elements in layers.items()]
+    return replace(shape, placement=placement, state_places=tuple(places))
+
+
+def held_share(case: LpProblem, delay: float, state_on_ssd: float) -> float:
+    """Of all gradients, those that wait for their step with another delay and share: all, where early steps may be redone, and
+    where there are none."""
+    final = case.early and case.terms.held_share < 1
+    return memory_budget.waiting_share(delay, state_on_ssd) if final else 1.0
+
+
+def gaining_shares(case: LpProblem, delays: Sequence[float], less_than_s: float) -> list[tuple[LpProblem, Solution]]:
+    """Of a case with all state on SSD, those with a share of it in host memory whose program takes less time, the best first;
+    of each share the best of `delays`. Their limits are without what the state must leave of host memory."""
+    found: list[tuple[LpProblem, Solution]] = []
+    for count in range(1, STATE_SHARES):
+        tried = ((given, linear_program.solve(given)) for given in _shared(case, count / STATE_SHARES, delays))
+        solved = [(given, solution) for given, solution in tried if solution is not None]
+        if not solved:
+            break  # there is no memory for a larger share either
+        found.append(min(solved, key=_seconds))
+    return sorted((entry for entry in found if _seconds(entry) < less_than_s), key=_seconds)
+
+
+def _seconds(entry: tuple[LpProblem, Solution]) -> float:
+    return entry[1].seconds
+
+
+def _shared(case: LpProblem, share: float, delays: Sequence[float]) -> Iterator[LpProblem]:
+    nothing, limit = Placement.of(state_on_ssd=1.0), case.limits[Tier.HOST]
+    shape = with_state_in_memory(replace(case.shape, placement=nothing, kept=None), share)
+    state_bytes = share * shape.stepped_elements / shape.num_shards * shape.state_bytes
+    left = None if limit is None else limit - (1 / USED_BY_STATE - 1) * state_bytes
+    for delay in delays:
+        terms = replace(case.terms, held_share=held_share(case, delay, 1 - share), pairs=False, shares_state=True)
+        yield replace(case, shape=shape, terms=terms, delay=delay, limits={**case.limits, Tier.HOST: left})

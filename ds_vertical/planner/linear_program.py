@@ -43,7 +43,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Final
 
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.kept_activations import KeepMenu, PolicyPoint, buffer_bytes, num_cells, tier_shares
+from ds_vertical.planner.kept_activations import KeepMenu, KeptShare, PolicyPoint, buffer_bytes, num_cells, rounded, tier_shares
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape, outside_elements
 from ds_vertical.planner.network import LINKS, seconds_of
@@ -99,6 +99,18 @@ class Solution:
             activations_on_host=host,
             activations_on_ssd=ssd,
         )
+
+    def kept_share(self, case: LpProblem) -> KeptShare | None:
+        """What is kept, in whole cells; None where that is nothing. Of several policies that of most cells."""
+        shares: dict[PolicyPoint, dict[Tier, float]] = {}
+        for point, tier, share in self.kept:
+            shares.setdefault(point, {})[tier] = min(1.0, share)
+        if not shares:
+            return None
+        point, own = max(shares.items(), key=lambda entry: sum(entry[1].values()))
+        kept = KeptShare(point, *(own.get(tier, 0.0) for tier in Tier))
+        kept = rounded(kept, case.shape.num_layers, case.terms.num_micro_batches)
+        return kept if kept.total else None
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ SLOTS: Final = 4  # pieces of state in the optimizer's pipeline at a time
 PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
 STOCK_BUFFERS: Final = 4  # what stock needs for its own uses of a chunk of state: master, moments, gradient
 STATE_SHARE: Final = "vertical_schedule.optimizer_host_share"
+STATE_SHARES: Final = 20  # of the optimizer's state in host memory, which are tried
+USED_BY_STATE: Final = 0.8  # of the host memory that all else leaves, where such a share is chosen
 _KEEP: Final = "vertical_schedule.activations.keep"
 _IN_FLIGHT: Final = f"(up to {SLOTS} pieces; one without overlap)"
 _KNOBS: Final = (
@@ -153,7 +155,7 @@ def _ssd(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     yield _item(Tier.SSD, "optimizer state", state, "zero_optimization.offload_optimizer.device")
     weights = rank * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
     yield _item(Tier.SSD, "parameters", weights, "zero_optimization.offload_param.device")
-    second = stepped * shape.written_bytes * (shape.generations - 1)
+    second = stepped * shape.second_bytes * (shape.generations - 1)
     yield _item(Tier.SSD, "second generation of both", second, "vertical_schedule.on_nonfinite")
     waiting = stepped * shape.gradient_bytes * terms.held_share * shape.in_files(TensorKind.GRADIENTS)
     yield _item(Tier.SSD, "waiting gradients", waiting, "vertical_schedule.gradient_host_share")

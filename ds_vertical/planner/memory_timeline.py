@@ -86,8 +86,9 @@ class _Ledger:
             ("state", TensorKind.STATE, stepped * shape.state_bytes / shape.num_shards),
         )
         for owner, kind, num_bytes in rests:
+            second = shape.in_files(TensorKind.STATE) if kind is TensorKind.PARAMETERS else 1.0  # of it, what is stepped early
             for tier, share in shape.placement[kind].items():
-                copies = shape.generations if IN_FILES[tier] else 1
+                copies = 1.0 + (shape.generations - 1) * second if IN_FILES[tier] else 1.0
                 yield MemoryChange(0.0, tier, owner, num_bytes * share * copies)
 
     def parameters(self) -> Iterator[MemoryChange]:

@@ -119,9 +119,11 @@ class ModelShape:
         return 0 if self.suf is None else self.suf.gradients
 
     @property
-    def written_bytes(self) -> float:
-        """Bytes written to SSD for each element that is stepped: its state, and the parameter."""
-        return self.state_bytes * self.in_files(TensorKind.STATE) + self.param_bytes * self.in_files(TensorKind.PARAMETERS)
+    def second_bytes(self) -> float:
+        """Bytes of a second generation of files for each element that is stepped: its state, and the parameter. What has its
+        state in memory has none."""
+        each = self.state_bytes + self.param_bytes * self.in_files(TensorKind.PARAMETERS)
+        return each * self.in_files(TensorKind.STATE)
 
     def in_files(self, kind: TensorKind) -> float:
         """The share of `kind` that rests in files."""

@@ -3,8 +3,9 @@
 [Note: choosing] Every micro-batch size, number of blocks per layer and share of delayed steps makes a case of the linear
 program (`linear_program`), which places what can rest in several tiers and bounds both sweeps. The best cases, and of them the
 best with every window, are then run through the simulator on the very schedule that the executor would run; its seconds
-decide, and among plans that differ by less than a hundredth the simplest. Where no setting fits with a layer fetched ahead, all
-are tried without (window 0). Models of many layers are judged by two runs with
+decide, and among plans that differ by less than a hundredth the simplest. The best ones are also tried with a share of the
+state in host memory (`candidate`). Where no setting fits with all of the state in one tier, some shares are tried, and then
+all again with no layer fetched ahead (window 0). Models of many layers are judged by two runs with
 fewer (a layer costs the same however many there are). The optimizer's pieces are taken coarser there than they are: some to a
 layer, which overlap as the real ones do.
 
@@ -18,6 +19,7 @@ tiers is solved again, and the simulator ranks them beside the one that keeps no
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,13 +28,25 @@ from operator import attrgetter
 from typing import Final
 
 from ds_vertical.planner import linear_program, memory_budget
-from ds_vertical.planner.candidate import POLICIES, Candidate, Choice, difference, simplicity, with_network
-from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint, rounded
+from ds_vertical.planner.activation_tiers import in_whole_micro_batches
+from ds_vertical.planner.candidate import (
+    POLICIES,
+    Candidate,
+    Choice,
+    difference,
+    fits,
+    gaining_shares,
+    held_share,
+    in_pairs,
+    simplicity,
+    with_network,
+    with_state_in_memory,
+)
 from ds_vertical.planner.linear_program import LpProblem, Solution
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
 from ds_vertical.planner.network import Network, level_choice, other_networks
-from ds_vertical.types import Placement, TensorKind, Tier, TierBytes, per_tier
+from ds_vertical.types import TensorKind, Tier, TierBytes, per_tier
 
 WINDOWS: Final = (1, 2, 3)
 DELAYS: Final = (0.0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
@@ -40,11 +54,14 @@ _BLOCKS: Final = (1, 2, 4)
 _MICRO_BATCH_SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
 _SIMULATED: Final = 6  # cases that the simulator ranks
 _VARIED: Final = 2  # of them, those that it runs with every window
+_SHARING: Final = 3  # shares of the state in host memory of each of the best cases that the simulator ranks
 _KEEPING: Final = 3  # ways to keep of each case that the simulator ranks, besides none
 _NEAR: Final = 1.25  # of the best case's seconds: what is ranked
 _RUNNERS_UP: Final = 3
 _EQUAL: Final = 1.01  # plans nearer than this are one as good as the other
 _AS_GOOD: Final = 1.001  # times the seconds of the best shares, by the program: then all cells keep
+_STATES: Final = (1.0, 0.0)  # shares of the state on SSD
+_SHARED_STATES: Final = (0.8, 0.6, 0.4, 0.2)  # where nothing fits with all of it in one place
 _MORE: Final = 0.02  # of a tier: steps by which advice on memory grows until what it says fits
 _MORE_OF: Final = per_tier(
     {
@@ -126,7 +143,11 @@ def choose(
     """See [Note: choosing]. `limits`: bytes per tier for one rank. Raises PlanError where no setting fits."""
     norm = memory_budget.norm_copy(task.spec.largest_parameter, machine.one_memory)
     search = _Search(task, machine, limits, (*further, norm))
-    fitting = search.fitting() or (search := replace(search, window=0)).fitting()
+    fitting: list[Candidate] = []
+    for window, states in itertools.product((WINDOWS[0], 0), (_STATES, _SHARED_STATES)):
+        search = replace(search, window=window, states=states)
+        if fitting := search.fitting():
+            break
     if not fitting:
         if (less := task.network.with_less_memory) is not None:
             return choose(replace(task, network=less), machine, limits, further)
@@ -134,8 +155,10 @@ def choose(
     fitting.sort(key=_estimate_s)
     others = [other for c in fitting[:_VARIED] for other in _with_other_collectives(c, task.rounding)]
     fitting = sorted([*fitting, *others], key=_estimate_s)
-    wider = [other for c in fitting[:_VARIED] for window in WINDOWS[1:] if _fits(other := _with_window(c, window))]
-    return _decide(sorted([*fitting, *wider], key=_estimate_s))
+    wider = [other for c in fitting[:_VARIED] for window in WINDOWS[1:] if fits(other := _with_window(c, window))]
+    fitting = sorted([*fitting, *wider], key=_estimate_s)
+    shared = [other for c in fitting[:_VARIED] for other in _with_shared_state(c)]
+    return _decide(sorted([*fitting, *shared], key=_estimate_s))
 
 
 def tune_timing(
@@ -146,13 +169,12 @@ def tune_timing(
     own = Candidate(choice, case, 0.0, ())
     found = [own]
     for delay in delays if case.early else (choice.delay,):
-        waits = memory_budget.waiting_share(delay, case.shape.in_files(TensorKind.STATE))
-        held = waits if case.early and case.terms.held_share < 1 else case.terms.held_share
+        held = held_share(case, delay, case.shape.in_files(TensorKind.STATE))
         for window in windows:
             terms = replace(case.terms, window=window, held_share=held)
             changed = replace(case, terms=terms, delay=delay)
             other = Candidate(replace(choice, window=window, delay=delay), changed, 0.0, ())
-            found += [other] if _fits(other) else []
+            found += [other] if fits(other) else []
     best = min(found, key=lambda candidate: candidate.estimate_s)
     return (best if best.estimate_s * _EQUAL < own.estimate_s else own), own
 
@@ -171,10 +193,10 @@ def tune_keeping(case: LpProblem, choice: Choice) -> tuple[Candidate, Candidate,
     own = Candidate(choice, replace(case, menu=None), 0.0, ())
     found: list[Candidate] = []
     for given, solution in _solved_ways(replace(case, fixed=fixed)):
-        kept = _kept_share(solution, given)
+        kept = solution.kept_share(given)
         shape = replace(case.shape, kept=kept)
         made = Candidate(replace(choice, kept=kept), replace(given, shape=shape), solution.seconds, solution.binding)
-        found += [made] if kept is not None and _fits(made) else []
+        found += [made] if kept is not None and fits(made) else []
     found.sort(key=lambda candidate: candidate.program_s)
     ranked = found[:_KEEPING]
     least = min((candidate.estimate_s for candidate in ranked), default=0.0)
@@ -190,20 +212,21 @@ def tune_keeping(case: LpProblem, choice: Choice) -> tuple[Candidate, Candidate,
 @dataclass(frozen=True)
 class _Search:
     """What every case of a search shares; `limits`: bytes per tier for one rank, `further`: what takes memory besides;
-    `window`: layers fetched ahead, the first one that is tried."""
+    `window`: layers fetched ahead, the first one that is tried; `states`: shares of the state on SSD."""
 
     task: Task
     machine: Machine
     limits: TierBytes
     further: tuple[memory_budget.BudgetItem, ...]
     window: int = WINDOWS[0]
+    states: tuple[float, ...] = _STATES
 
     def fitting(self) -> list[Candidate]:
         """What the simulator is to rank, in no order; empty where nothing fits."""
         found = ((*entry, linear_program.solve(entry[0])) for entry in self.cases())
         solved = [(case, size, blocks, solution) for case, size, blocks, solution in found if solution is not None]
         solved.sort(key=lambda entry: entry[3].seconds)
-        return [c for entry in _spread(_preferred(solved, self.task)) for c in _ways_to_keep(entry) if _fits(c)]
+        return [c for entry in _spread(_preferred(solved, self.task)) for c in _ways_to_keep(entry) if fits(c)]
 
     def cases(self) -> Iterator[tuple[LpProblem, int, int]]:
         """(case, sequences per micro-batch, blocks per layer)"""
@@ -231,7 +254,7 @@ class _Search:
 
     @property
     def _all_timings(self) -> list[_Timing]:
-        return [timing for on_ssd in (1.0, 0.0) for timing in self._timings(on_ssd)]
+        return [timing for on_ssd in self.states for timing in self._timings(on_ssd)]
 
     def _timings(self, state_on_ssd: float) -> Iterator[_Timing]:
         """Only state on SSD has a second generation, without which nothing is stepped before the norm but in place."""
@@ -257,17 +280,19 @@ class _Search:
             num_shards=self.task.num_ranks,
             generations=2 if early and not timing.in_place else 1,
             part_elements=memory_budget.PART_ELEMENTS,
-            placement=Placement.of(state_on_ssd=timing.state_on_ssd),
             apart=not self.machine.one_memory,  # which the plan writes: `outside_layers`
             network=task.network if task.network.num_ranks > 1 else None,
         )
-        held = delay if early and self.task.clip == 0 else 1.0  # what may be redone is kept
+        on_ssd = timing.state_on_ssd
+        held = memory_budget.waiting_share(delay, on_ssd) if early and task.clip == 0 else 1.0  # what may be redone is kept
         one_memory = self.machine.one_memory
         terms = memory_budget.BudgetTerms(
-            sizes.num_micro_batches, self.window, held_share=held, one_memory=one_memory, pairs=False
+            *(sizes.num_micro_batches, self.window),
+            **{"held_share": held, "one_memory": one_memory, "pairs": False, "shares_state": 0 < on_ssd < 1},
         )
         reduce_bytes = memory_budget.reduce_bytes(task.spec.largest_parameter, one_memory)
-        shape = replace(shape_of(task.spec, seconds or _NO_SECONDS, division), reduce_bytes=reduce_bytes)
+        shape = with_state_in_memory(shape_of(task.spec, seconds or _NO_SECONDS, division), 1 - on_ssd)
+        shape = replace(shape, reduce_bytes=reduce_bytes)
         menu = None
         if seconds is not None and task.keep:
             menu = task.spec.menu(sizes.sequences, sizes.blocks_per_layer, seconds, task.flops_per_byte)
@@ -295,7 +320,7 @@ class _Search:
             for timing in timings:
                 case = self._case(_Sizes(size, count, 1), timing)
                 solution = linear_program.solve(case)
-                if solution is not None and _fits(_candidate(case, size, 1, solution, window=self.window)):
+                if solution is not None and fits(_candidate(case, size, 1, solution, window=self.window)):
                     return True
         return False
 
@@ -384,6 +409,17 @@ def _solved_ways(case: LpProblem) -> Iterator[tuple[LpProblem, Solution]]:
                 yield given, best
 
 
+def _with_shared_state(candidate: Candidate) -> Iterator[Candidate]:
+    """The same sizes, window and way to keep with a share of the state in host memory, the best by the program."""
+    choice, case = candidate.choice, candidate.case
+    decides = any(what.startswith("SSD") for what in candidate.binding)  # otherwise fewer bytes gain nothing
+    if decides and case.shape.in_files(TensorKind.STATE) == 1:
+        found = gaining_shares(case, DELAYS[:-1:2] if case.early else (1.0,), candidate.program_s / _AS_GOOD)
+        sizes, window = (choice.micro_batch_size, choice.blocks_per_layer), case.terms.window
+        made = (_candidate(given, *sizes, solution, window=window) for given, solution in found[:_SHARING])
+        yield from (replace(c, case=replace(c.case, limits=case.limits)) for c in made if fits(c))
+
+
 def _keep_tiers(case: LpProblem, policy: str) -> Iterator[tuple[Tier, ...]]:
     """Where what a policy keeps may rest, in one tier or two; the device where it keeps no bytes."""
     point = next((p for p in case.menu.points if p.name == policy), None) if case.menu else None
@@ -408,39 +444,19 @@ def _spread(solved: Sequence[_Entry]) -> list[_Entry]:
 
 def _candidate(case: LpProblem, size: int, blocks: int, solution: Solution, *, window: int) -> Candidate:
     count = case.terms.num_micro_batches
-    placement = _rounded(solution.placement(case.shape.in_files(TensorKind.STATE)), count)
-    kept = _kept_share(solution, case)
+    placement = in_whole_micro_batches(solution.placement(case.shape.in_files(TensorKind.STATE)), count)
+    kept = solution.kept_share(case)
     shape, terms = replace(case.shape, placement=placement, kept=kept), replace(case.terms, window=window)
     guessed = case.early and case.terms.held_share > case.forward_share
     levels = level_choice(case.shape.network)
     choice = Choice(size, count, blocks, window, case.delay, case.early, placement, guessed, kept, _in_place(case), levels)
     own = replace(case, shape=shape, terms=terms)
-    return _in_pairs(Candidate(choice, own, solution.seconds, solution.binding))
-
-
-def _in_pairs(candidate: Candidate) -> Candidate:
-    """With gradients that wait for the next micro-batch's where there is room for them, as a run decides."""
-    case = candidate.case
-    paired = replace(candidate, case=replace(case, terms=replace(case.terms, pairs=True)))
-    return paired if _fits(paired) else candidate
-
-
-def _kept_share(solution: Solution, case: LpProblem) -> KeptShare | None:
-    """What the solution keeps, in whole cells; None where that is nothing. Of several policies that of most cells."""
-    shares: dict[PolicyPoint, dict[Tier, float]] = {}
-    for point, tier, share in solution.kept:
-        shares.setdefault(point, {})[tier] = min(1.0, share)
-    if not shares:
-        return None
-    point, own = max(shares.items(), key=lambda entry: sum(entry[1].values()))
-    kept = KeptShare(point, *(own.get(tier, 0.0) for tier in Tier))
-    kept = rounded(kept, case.shape.num_layers, case.terms.num_micro_batches)
-    return kept if kept.total else None
+    return in_pairs(Candidate(choice, own, solution.seconds, solution.binding))
 
 
 def _with_window(candidate: Candidate, window: int) -> Candidate:
     case = replace(candidate.case, terms=replace(candidate.case.terms, window=window, pairs=False))
-    return _in_pairs(replace(candidate, choice=replace(candidate.choice, window=window), case=case))
+    return in_pairs(replace(candidate, choice=replace(candidate.choice, window=window), case=case))
 
 
 def _with_other_collectives(candidate: Candidate, rounding: bool) -> list[Candidate]:
@@ -449,24 +465,8 @@ def _with_other_collectives(candidate: Candidate, rounding: bool) -> list[Candid
     for what in ("ranks", "copies", "bits") if rounding else ("ranks", "copies"):
         best = min((c for c in tried if c.choice.levels is not None), key=_estimate_s, default=candidate)
         network = best.shape.network or Network()
-        tried += [other for each in other_networks(network, what) if _fits(other := _in_pairs(with_network(best, each)))]
+        tried += [other for each in other_networks(network, what) if fits(other := in_pairs(with_network(best, each)))]
     return tried[1:]
-
-
-def _rounded(placement: Placement, num_micro_batches: int) -> Placement:
-    """Shares of activations are of whole micro-batches: more of them leave the device, never fewer."""
-    shares = placement[TensorKind.ACTIVATIONS]
-    host, ssd = shares[Tier.HOST], shares[Tier.SSD]
-    off = -(-round((host + ssd) * num_micro_batches * 1e6) // 10**6) / num_micro_batches
-    ssd = min(off, -(-round(ssd * num_micro_batches * 1e6) // 10**6) / num_micro_batches)
-    return placement.with_shares(TensorKind.ACTIVATIONS, {Tier.HOST: max(0.0, off - ssd), Tier.SSD: ssd})
-
-
-def _fits(candidate: Candidate) -> bool:
-    case, placement = candidate.case, candidate.shape.placement
-    return all(
-        limit is None or linear_program.tier_bytes(case, placement, tier) <= limit for tier, limit in case.limits.items()
-    )
 
 
 # ---- the decision

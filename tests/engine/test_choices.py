@@ -269,19 +269,37 @@ def test_a_node_keeps_as_many_copies_as_host_memory_holds(tmp_path: Path) -> Non
     assert "host memory holds no more copies" in choose_copy_share(resolved, forecast_of, (1, 7)).reasons["levels"]
 
 
-def test_standing_copies_with_the_default_delay_are_warned_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("section", "early", "advice"),
+    [
+        ({}, True, '"optimizer_delay": 0'),
+        ({}, False, '"optimizer_delay": 0'),
+        ({"optimizer_delay": 0.0}, True, None),
+        ({"optimizer_delay": 0.25}, True, None),
+        ({"optimizer_host_share": 0.5}, True, '"optimizer_delay": 0, "optimizer_host_share": 0'),
+        ({"optimizer_host_share": 0.5}, False, '"optimizer_delay": 0'),
+        ({"optimizer_host_share": 0.5, "optimizer_delay": 0.0}, True, '"optimizer_host_share": 0'),
+        ({"optimizer_host_share": 0.5, "optimizer_delay": 0.0}, False, None),  # all steps come behind the norm
+        ({"optimizer_host_share": 0.5, "optimizer_delay": 0.25}, True, None),
+    ],
+    ids=str,
+)
+def test_standing_copies_that_few_units_have_are_warned_of(
+    tmp_path: Path, section: dict[str, Any], early: bool, advice: str | None
+) -> None:
     from ds_vertical.config.resolve import resolve
     from ds_vertical.config.section import load_section
+    from ds_vertical.offload.speculation import StepTiming
     from ds_vertical.types import LevelSettings
 
-    for written, delay, warned in ((None, 0.25, True), (None, 0.0, False), (0.25, 0.25, False)):
-        section = load_section(config(tmp_path) if written is None else config(tmp_path, optimizer_delay=written))
-        assert section is not None
-        for stands in (True, False):
-            resolved = replace(resolve(section), levels=LevelSettings(2, copy_on_device=stands))
-            found = autotune.late_copies(section, resolved, delay)
-            assert bool(found) == (warned and stands)
-            assert not found or ("25%" in found[0] and found[0].endswith('write "optimizer_delay": 0'))
+    loaded = load_section(config(tmp_path, **section))
+    assert loaded is not None
+    timing = StepTiming(loaded.optimizer_delay, None, certain=True, in_files=early)
+    for stands in (True, False):
+        resolved = replace(resolve(loaded), levels=LevelSettings(2, copy_on_device=stands))
+        found = autotune.late_copies(loaded, resolved, timing)
+        assert bool(found) == (advice is not None and stands)
+        assert not found or found[0].endswith(f"; write {advice}")
 
 
 def test_what_host_memory_does_not_hold_waits_on_ssd(

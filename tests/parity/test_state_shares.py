@@ -15,40 +15,18 @@ import rank_worker
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_full_optimizer_state
 from harness import Run, assert_identical, base_config, differing, largest_relative, run_arm, running, small_buffers
-from models import MixerModel, token_batches
+from models import token_batches
 from processes import start_ranks
-from torch import nn
+from tier_runs import CLIPS, FREE, NUM_LAYERS, NUM_STEPS, config, mixer, stock_runs
 
-NUM_LAYERS = 4
-CLIPS = 0.05  # far below every norm here
-FREE = 1e6  # far above
-WIDTH = {"fp32": 512, "bf16": 768}
-NUM_STEPS = 4
 TOLERANCE = 1e-6  # of two ranks, fp32: relative per tensor (the numerics contract)
 slow = pytest.mark.slow
-
-
-def config(folder: Path, dtype: str, clip: float, **section: Any) -> dict[str, Any]:
-    made = base_config(folder, num_micro_batches=2, dtype=dtype, clip=clip, section={"seed": 11} | section)
-    return small_buffers(made, 600_000)
-
-
-def mixer(dtype: str) -> nn.Module:
-    return MixerModel(NUM_LAYERS, WIDTH[dtype], dropout=0.1)
 
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, float], Run]:
     """Stock's run of the same JSON, trained once."""
-    runs: dict[tuple[str, float], Run] = {}
-
-    def get(dtype: str, clip: float) -> Run:
-        if (dtype, clip) not in runs:
-            made = config(tmp_path_factory.mktemp("stock"), dtype, clip)
-            runs[dtype, clip] = run_arm(made, partial(mixer, dtype), token_batches(NUM_STEPS, 2), vertical=False)
-        return runs[dtype, clip]
-
-    return get
+    return stock_runs(tmp_path_factory)
 
 
 def in_memory(engine: Any) -> dict[Any, float]:

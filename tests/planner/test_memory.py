@@ -85,6 +85,8 @@ def test_what_rests_on_the_ssd_by_hand() -> None:
     assert {item.tier for item in found} == {Tier.SSD} and all(item.key for item in found)
     problem = LpProblem(shape, DEVICE, terms, dict.fromkeys(Tier), 0.0, True)
     assert tier_bytes(problem, placed, Tier.SSD) == sum(item.num_bytes for item in found)
+    shared = replace(shape, placement=Placement.of(parameters_on_ssd=0.5, state_on_ssd=0.25))
+    assert {item.what: item.num_bytes for item in ssd_items(shared, terms)}["second generation of both"] == 3000 * (12 + 1) // 4
     alone = replace(SHAPE, placement=Placement.of(parameters_on_ssd=0.0, state_on_ssd=0.0))
     assert ssd_items(alone, terms) == ()
 
@@ -329,6 +331,8 @@ def test_gradients_own_the_host_while_they_wait_and_state_owns_the_disk() -> Non
     assert found["ssd"].num_bytes == 4100 * 14 and found["ssd"].owner == "state"
     twice = replace(SHAPE, generations=2)
     assert peaks(simulate(build_training(TrainingStep(4, 2)), DEVICE, twice), DEVICE, twice)["ssd"].num_bytes == 4100 * 28
+    half = replace(twice, placement=Placement.of(state_on_ssd=0.5))
+    assert peaks(simulate(build_training(TrainingStep(4, 2)), DEVICE, half), DEVICE, half)["ssd"].num_bytes == 4100 * (3 + 12)
 
 
 def test_in_an_evaluation_one_layer_s_inputs_and_outputs_are_alive() -> None:

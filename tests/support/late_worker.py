@@ -101,6 +101,13 @@ def generate(engine: Any, batches: harness.Batches, _: Path) -> list[float]:
     return found.flatten().tolist()
 
 
+def has_state_in_memory(engine: Any, *_: Any) -> list[float]:
+    """Null has put all of it there beside the device, whose host memory nothing else needs, and nothing on the CPU."""
+    beside = engine.device.type != "cpu"
+    assert engine.vertical.optimizer_host_share == float(beside), engine.vertical.reasons["optimizer_host_share"]
+    return []
+
+
 def build_compiled() -> nn.Module:
     """Blocks compiled as far as the device goes: traced, with the backward that torch.compile makes, in eager's kernels."""
     torch._dynamo.reset()
@@ -187,6 +194,10 @@ CASES = {
     "bf16, kept in host memory": _case("bf16", 0.0, {"activations": {"keep": "everything", "keep_device": "host"}}),
     "bf16, kept on SSD": _case("bf16", 0.0, {"activations": {"keep": "products", "keep_device": "ssd"}}),
     "fp32, gradients on SSD": _case("fp32", 0.0, {"optimizer_delay": 1.0, "gradient_host_share": 0.0}),
+    "fp32, state where host memory has room": replace(
+        _case("fp32", 0.0, {"host_memory_bytes": 8 << 30, "optimizer_delay": 0.5}), between=has_state_in_memory
+    ),
+    "fp32, half of the state in host memory": _case("fp32", 0.0, {"optimizer_host_share": 0.5, "optimizer_delay": 0.5}),
     "fp32, parameters in host memory": _case("fp32", 1.0, params="cpu"),
     "bf16, all in host memory": _case("bf16", 1.0, params="cpu", optimizer="cpu"),
     "bf16, parameters on the device": _case("bf16", 1.0, params="none", optimizer="cpu"),

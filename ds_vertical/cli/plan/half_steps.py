@@ -57,7 +57,7 @@ def _two_halves(exact: Candidate, copies: Copies, network: Network) -> TwoHalves
     sharing = network.ranks_per_node if copies == "node" else 1
     placement = _in_memory(exact.shape.placement)
     apart = replace(network, levels=True, copy_share=1.0, copy_ranks=sharing, sum_ranks=sharing, stands=True)
-    shape = replace(exact.shape, placement=placement, kept=None, generations=1, network=apart)
+    shape = replace(exact.shape, placement=placement, state_places=(), kept=None, generations=1, network=apart)
     count = exact.choice.num_micro_batches // 2
     plain = {"delay": 1.0, "early": False, "kept": None, "in_place": False, "levels": None, "speculation": False}
     choice = replace(exact.choice, num_micro_batches=count, placement=placement, **plain)

@@ -147,7 +147,8 @@ class VerticalStage3(ChunkedStage3):
         on_ssd = partial(zero_optimizer.is_chunk_on_ssd, self)
         in_files = self.swap_optimizer and (not self._vertical.optimizer_host_share or any(map(on_ssd, scheduled)))
         self.timing = self._new_timing(certain=certain, in_files=in_files)
-        stepped = [param for chunk in self.fp16_groups for param in chunk if zero_params.is_on_ssd(param)]
+        early = [chunk for index, chunk in enumerate(self.fp16_groups) if on_ssd(index)]  # state in memory is stepped late
+        stepped = [param for chunk in early for param in chunk if zero_params.is_on_ssd(param)]
         shards = {zero_params.second_generation(f.path): f.num_bytes for f in map(zero_params.swap_file, stepped)}
         one, both = (zero_optimizer.optimizer_files(self, generations) for generations in (1, 2))
         for path, num_bytes in both.items():
