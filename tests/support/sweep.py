@@ -48,7 +48,8 @@ from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.schedule.passes import TrainingStep, build_training
 
 NUM_MICRO_BATCHES = 2
-ROUNDING = 1e-4  # relative, in fp32: above it is no rounding
+ROUNDING = 1e-5  # relative, in fp32: the tolerance of the numerics contract
+BEYOND = 1e-4  # up to here a type is named as beyond that; above it the sweep fails
 LIMIT_S = 40
 LIMIT_BYTES = 5 << 30  # of address space
 Grads = dict[str, torch.Tensor]
@@ -121,7 +122,7 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def compare(model_type: str) -> dict[str, Any]:
-    """One row: `kind`, `result` (exact, rounding, differs, refused, fails, no model, not made), `figure` or `words`."""
+    """One row: `kind`, `result` (exact, rounding, beyond, differs, refused, fails, no model, not made), `figure` or `words`."""
     words, refused = "", None
     for variant in VARIANTS:
         try:
@@ -274,7 +275,7 @@ def _verdict(
     exact = same_losses and all(torch.equal(grad, own[name].view(grad.shape)) for name, grad in grads.items()) and worst == 0.0
     gaps = [(a - b).abs().item() / max(abs(a.item()), 1e-12) for a, b in zip(losses, ours, strict=True)]
     worst = max([worst, *gaps])
-    result = "exact" if exact else "rounding" if worst <= ROUNDING else "differs"
+    result = "exact" if exact else "rounding" if worst <= ROUNDING else "beyond" if worst <= BEYOND else "differs"
     count = sum(not torch.equal(grad, own[name].view(grad.shape)) for name, grad in grads.items())
     return {"result": result} | ({} if exact else {"figure": worst, "where": where, "count": f"{count} of {len(grads)}"})
 
@@ -339,6 +340,7 @@ _TITLES = {
     "exact": "exact",
     "named": "once `layers` names the layers: exact, or as said",
     "rounding": "to rounding",
+    "beyond": "beyond rounding: more than 1e-5 of a tensor's norm",
     "refused": "refused, with our message",
     "differs": "differs",
     "fails": "fails, with torch's words",
@@ -351,7 +353,9 @@ _HEADING = """# Which model types of transformers {version} train layer-major, a
 Find your type below.
 
 - "Exact": losses, gradients and buffers have the bits of plain autograd.
-- "To rounding": they differ by what the table names.
+- "To rounding": they differ by what the table names, at most 1e-5 of a tensor's norm.
+- "Beyond rounding": some tensor's gradient differs by more than that. What is known of the cause
+  stands below.
 - "Refused": the run ends with the message that the table quotes.
 - "Once `layers` names the layers": the run is refused until the JSON's `layers` names the lists of
   blocks. The refusal says what to write, and the table has the lists that were named.
@@ -365,6 +369,12 @@ takes (`tests/support/small_inputs.py`). It runs once layer-major (`ds_vertical.
 while all weights but those of the units in use are overwritten by NaN. It runs once more as plain
 autograd does it. Both runs have what decides stock's bits: ZeRO-3's own linear, and identity nodes
 where stock's hooks put them. Losses, summed gradients and buffers are compared.
+
+Why are some types beyond rounding? In conditional_detr and rt_detr plain autograd gives the same
+bits twice, and the losses of both runs have the same bits (2026-11-26). In conditional_detr the six
+gradients beyond 1e-5 are those of queries and keys in the encoder. Their norm is at most 4e-11 of
+the largest gradient's, so they are what rounding leaves. Where the two runs first differ is not
+known, and the other types were not looked into.
 
 Two commands make this file; `tests/parity/test_kinds.py` holds types of each kind against real
 stock:
