@@ -38,7 +38,7 @@ engine.save_checkpoint(str(folder / "\\u00fcber"), tag="\\u00e4")
 train(engine, range(1, 2))
 assert engine.load_checkpoint(str(folder / "\\u00fcber"))[0] is not None
 dispose(engine)
-print("trained", sys.getfilesystemencoding(), len(list((folder / "\\u00fcber" / "\\u00e4").iterdir())))
+print("trained", sys.getfilesystemencoding(), (folder / "\\u00fcber" / "\\u00e4" / "rank0").is_dir())
 """
 C_LOCALE = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
 
@@ -82,7 +82,7 @@ def test_a_path_that_the_locale_cannot_name_is_refused(tmp_path: Path, call: str
 def test_paths_beyond_ascii_work_under_a_c_locale(tmp_path: Path) -> None:
     """Python takes UTF-8 there unless it is told not to."""
     done = python("-c", TRAIN, str(tmp_path), **C_LOCALE)
-    assert "trained utf-8 2" in done.stdout, done.stdout[-500:] + done.stderr[-2000:]
+    assert "trained utf-8 True" in done.stdout, done.stdout[-500:] + done.stderr[-2000:]
 
 
 def test_a_umask_that_takes_the_owners_rights_is_refused(tmp_path: Path) -> None:
