@@ -80,7 +80,7 @@ def _write_mark(name: str, folder: int, told: Mapping[str, object]) -> None:
         os.fsync(fd)
 
 
-def _read_mark(name: str, folder: int, limit: int = _MOST_MARK_BYTES) -> dict[str, Any] | None:
+def _read_mark(name: str, folder: int, limit: int = _MOST_MARK_BYTES) -> dict[str, object] | None:
     """What a file of ours says besides that we have written it; None for one that does not say that, or cannot be read."""
     try:
         found = parse_json(read_regular(name, limit, os.O_NOFOLLOW, folder))
@@ -89,7 +89,7 @@ def _read_mark(name: str, folder: int, limit: int = _MOST_MARK_BYTES) -> dict[st
     return found if isinstance(found, dict) and found.pop("written_by", None) == _WRITTEN_BY else None
 
 
-def _has_run(told: dict[str, Any] | None) -> bool:
+def _has_run(told: dict[str, object] | None) -> bool:
     """Whether a mark has a run's id, which is taken from it."""
     return told is not None and run_dir.is_run_id(told.pop("run", None))
 
