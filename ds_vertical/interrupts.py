@@ -160,24 +160,33 @@ def num_shields() -> int:
     return len(_blocks) if threading.current_thread() is threading.main_thread() else 0
 
 
-def lay_aside(num_changes: int, num_blocks: int) -> Callable[[], None]:
-    """Take this thread's registered changes and `deferred` blocks but the first ones off its lists, with nothing undone.
+class LaidAside:
+    """Registered changes and `deferred` blocks of this thread that a coroutine takes off its lists, with nothing undone, while
+    it lets other code run in the middle of its blocks.
 
-    For a coroutine that lets other code run in the middle of its blocks. Returns what puts them back, to be called once, by
-    that coroutine. Around both stands a firm block of the other code's, among the first ones.
+    Both methods may be cut anywhere. Then `put_back`, called once more, puts back what is missing. Around both stands a firm
+    block of the other code's, which is not laid aside.
     """
-    changes = _open.changes[num_changes:]
-    del _open.changes[num_changes:]
-    is_main = threading.current_thread() is threading.main_thread()
-    blocks = _blocks[num_blocks:] if is_main else []
-    if is_main:
-        del _blocks[num_blocks:]
 
-    def put_back() -> None:
-        _open.changes.extend(changes)
+    def __init__(self) -> None:
+        self._changes: list[Changed] = []
+        self._blocks: list[tuple[Any, bool]] = []
+
+    def lay(self, num_changes: int, num_blocks: int) -> None:
+        """Take all but the first ones off the lists."""
+        self._changes = _open.changes[num_changes:]  # held here before they are there no more
+        is_main = threading.current_thread() is threading.main_thread()
+        self._blocks = _blocks[num_blocks:] if is_main else []
+        del _open.changes[num_changes:]
+        if is_main:
+            del _blocks[num_blocks:]
+
+    def put_back(self) -> None:
+        """Put them on the lists again; harmless where nothing is laid aside."""
+        _open.changes.extend([each for each in self._changes if each not in _open.changes])
+        self._changes = []
+        blocks, self._blocks = self._blocks, []
         _blocks.extend(blocks)
-
-    return put_back
 
 
 def reset(first: int) -> None:

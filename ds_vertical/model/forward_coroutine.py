@@ -154,9 +154,10 @@ class ForwardCoroutine:
         self._state.apply_rng()
 
     def close(self) -> None:
-        """End a parked forward (after an error), so that no frame of it outlives the step."""
+        """End a parked forward (after an error), so that no frame and no graph of it outlives the step."""
         if self._coroutine and not self._coroutine.dead:
             self._let_go_on(partial(self._coroutine.throw, GreenletExit))
+        self.parked_call, self._result = [], None
 
     def _switch(self, target: range, layer: int | None) -> None:
         """Let the forward go on, through a layer (PREFIX: up to the first, None: from the last to its end)."""

@@ -342,6 +342,18 @@ def test_an_interrupt_while_an_evaluation_lets_a_forward_go_on(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_an_interrupt_while_a_step_gives_the_turn_to_the_loop(tmp_path: Path) -> None:
+    """What the step had changed was forgotten, and never undone: the next step took the model for a compiled one."""
+    with trials_of(tmp_path, "early") as trials:
+        cuts = cuts_in(sites_of(three_calls, trials), ("interrupts.py",), ("LaidAside.lay", "LaidAside.put_back"))
+        ends = [cut for cut in cuts if cut.site.event != "c_return" and cut.number == 1]
+        assert len(ends) == 4
+        for cut in ends:
+            trials.cut(cut, three_calls)
+    assert not trials.wrong and not trials.torn, "\n".join(trials.wrong + trials.torn)
+
+
+@pytest.mark.slow
 def test_an_interrupt_while_a_portable_save_lends_stock_other_values(tmp_path: Path) -> None:
     """The engine and its optimizer were left with those that DeepSpeed's writer had been given."""
     with trials_of(tmp_path, "early") as trials:

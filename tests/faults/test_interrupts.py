@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from cutting import chosen, recorded
 from deepspeed.utils import safe_get_full_grad
 from harness import base_config, contents, differing, running, small_buffers
 from late import LateSteps
@@ -25,6 +26,7 @@ from places import SUPPORT
 from ds_vertical.compat import zero_optimizer
 from ds_vertical.compat.ops.load import new_disk_queue
 from ds_vertical.engine.zero3.step_driver import StepPhase
+from ds_vertical.interrupts import Changed, LaidAside, num_open
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload.stepper import Stepper
 
@@ -194,6 +196,29 @@ def alarm(after_s: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_what_is_laid_aside_is_put_back_wherever_that_is_cut() -> None:
+    def turn(aside: LaidAside) -> None:
+        try:
+            aside.lay(0, 0)
+        finally:
+            aside.put_back()
+
+    undone: list[int] = []
+    with Changed(partial(undone.append, 0)), Changed(partial(undone.append, 1)):
+        aside = LaidAside()
+        with recorded() as found:
+            turn(aside)
+        cuts = chosen(found)
+        assert len(cuts) > 4
+        for cut in cuts:
+            aside = LaidAside()
+            with contextlib.suppress(KeyboardInterrupt), cut:
+                turn(aside)
+            aside.put_back()
+            assert cut.done and num_open() == 2
+    assert undone == [1, 0]
 
 
 def test_a_signal_in_a_wait_for_the_disk_loses_no_completion(tmp_path: Path) -> None:

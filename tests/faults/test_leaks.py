@@ -14,6 +14,9 @@ from harness import base_config, read_weights, running, small_buffers
 from models import MixerModel, token_batches
 from processes import status
 
+from ds_vertical import look_ahead
+from ds_vertical.engine.integrations.three_calls import OpenStep
+
 MIB = 1 << 20
 MAX_GROWTH = 8 * MIB  # of the resident set between the warm-up and the end; a gradient lost in each step is 6 MiB a step
 
@@ -82,6 +85,21 @@ def watch(
 
 def test_a_few_steps_leave_nothing_behind(tmp_path: Path) -> None:
     watch(tmp_path, 0.0, 0.5, None, num_steps=24, warm_up=12, every=4, most=32 * MIB)  # 12 gradients: 72 MiB
+
+
+def test_a_loop_of_the_three_calls_leaves_no_step_behind(tmp_path: Path) -> None:
+    """Each one kept its micro-batches. A loss that the script keeps must not keep its step."""
+    config = base_config(tmp_path, num_micro_batches=2, dtype="fp32")
+    losses = []
+    with running(small_buffers(config), partial(MixerModel, 2), vertical=True) as (engine, _):
+        for batch in look_ahead([batch for step in token_batches(3, 2, rows=1, shortest=4) for batch in step]):
+            losses.append(engine(**batch))
+            engine.backward(losses[-1])
+            engine.step()
+        gc.collect()
+        steps = [each for each in gc.get_objects() if type(each) is OpenStep]
+        assert engine.global_steps == 3
+    assert len(steps) <= 1  # the last one, whose counts the engine has
 
 
 @pytest.mark.slow

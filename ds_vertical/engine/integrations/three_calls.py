@@ -12,7 +12,7 @@ needed a second way in that `train_batch` never takes. A hub that waits keeps th
 
 [Note: the loop's turn] While the loop's own code runs between two calls nothing that belongs to this thread is the hub's:
 
-- registered changes and `deferred` blocks are set aside (`interrupts.lay_aside`). So Ctrl-C cuts the loop's code at once, and
+- registered changes and `deferred` blocks are set aside (`interrupts.LaidAside`). So Ctrl-C cuts the loop's code at once, and
   the end of another engine's call undoes nothing of this step;
 - torch's state of the thread (grad mode, autocast, random streams) is the loop's own (`ThreadState`);
 - no call of the engine is under way (`call_guard`): each of the three is a call by itself, over when it returns.
@@ -290,6 +290,7 @@ class OpenStep:
             self._forget_counted()  # the step itself counts them all
         said = compat_engine.explicit_boundary(engine)
         self._hub.go_on(self._loss)
+        self._loss = None  # and with it what is left of its graph
         if said is not None:
             engine.set_gradient_accumulation_boundary(said)
         return True
@@ -298,6 +299,7 @@ class OpenStep:
         """Let the step not have been; harmless where it is over. Within a firm block."""
         self._forget_counted()
         self._hub.end()
+        self._loss = None
 
     def _forget_counted(self) -> None:
         self._loop.engine.micro_steps -= self._num_counted
@@ -316,6 +318,7 @@ class Hub:
         self._thread = threading.current_thread()
         self._user = getcurrent()
         self._depth = 0, 0  # registered changes, and `deferred` blocks, that are not the hub's
+        self._aside = interrupts.LaidAside()  # those that are, in the loop's turn
         self._hub = greenlet(self._run)
         self._hub.gr_context = contextvars.copy_context()
         _hubs.add(self)
@@ -351,6 +354,8 @@ class Hub:
         """End the greenlet where it waits, with all that it has open; harmless where it is over. Within a firm block."""
         if self.is_open:
             self._enter(partial(self._hub.throw, GreenletExit))
+        self._turn.end()  # an interrupt may have cut that, and the next one
+        self._aside.put_back()
 
     # ---- the greenlet's own side
 
@@ -395,11 +400,11 @@ class Hub:
     def _hand_over(self, value: object) -> object:
         """Let the loop go on with a value; returns what it brings at its next call. See [Note: the loop's turn]."""
         inner = ThreadState.capture()
-        put_back = interrupts.lay_aside(*self._depth)
         try:
+            self._aside.lay(*self._depth)
             return self._user.switch(value)
         finally:
-            put_back()
+            self._aside.put_back()
             inner.apply()
 
 
@@ -410,6 +415,10 @@ class _Turn:
     parameters, would find weights that are not there, or leave gradients where nobody looks. An attribute that it sets on a
     module would come too late: the blocks have run for the micro-batches that the loop has not come to yet. `place`: where the
     loop is, for messages; `is_forwarded`: whether it has all outputs, and attributes are its own again.
+
+    [Note: hooks in graphs] A graph holds its tensors' hooks where Python's garbage collector does not see them. The open step
+    holds the graph of the last loss. If a hook led back to the step, neither would ever be freed, nor would the engine, the
+    batches and the model's parameters. So a hook knows its turn by a weak reference.
     """
 
     def __init__(self, model: nn.Module, place: Callable[[], str], is_forwarded: Callable[[], bool]) -> None:
@@ -428,10 +437,10 @@ class _Turn:
 
     def end(self) -> None:
         """The schedule goes on, or is over; harmless where it is not the loop's turn."""
+        attribute_watch.end_telling(self)
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-            attribute_watch.end_telling(self)
 
     def note(self, module: nn.Module, name: str) -> None:
         """Refuse that the loop changes an attribute of the model. `training` is what `engine(...)` itself looks at."""
@@ -443,17 +452,16 @@ class _Turn:
             )
 
     def watch(self, outputs: object) -> None:
-        """Refuse a backward of these in the loop's turn."""
+        """Refuse a backward of these in the loop's turn. See [Note: hooks in graphs]."""
+        refuse = partial(_refuse_backward, weakref.ref(self))
         for tensor in pytree.tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(self._refuse_backward)
+                tensor.register_hook(refuse)
 
-    def _refuse_backward(self, _: torch.Tensor) -> None:
-        if self._hook is not None:
-            raise LoopError(
-                "backward(): called on what engine(...) has returned, outside of engine.backward(loss); call that, or"
-                " accelerator.backward(loss)"
-            )
+    @property
+    def is_on(self) -> bool:
+        """Whether the loop's own code runs."""
+        return self._hook is not None
 
     def _refuse_call(self, module: nn.Module, _: object) -> None:
         if module in self._modules:
@@ -463,6 +471,16 @@ class _Turn:
                 " given its weights up; call engine(...) where it is the step's next micro-batch, and make any other call"
                 " behind the engine.step() that ends the step"
             )
+
+
+def _refuse_backward(turn: weakref.ref[_Turn], _: torch.Tensor) -> None:
+    """A hook: raises LoopError in the loop's turn."""
+    watching = turn()
+    if watching is not None and watching.is_on:
+        raise LoopError(
+            "backward(): called on what engine(...) has returned, outside of engine.backward(loss); call that, or"
+            " accelerator.backward(loss)"
+        )
 
 
 def see_torch_loaders() -> None:
