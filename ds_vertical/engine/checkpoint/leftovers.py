@@ -47,6 +47,7 @@ _DEEPSPEEDS: Final = re.compile(r"((bf|fp)16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(
 _SCRATCH: Final = re.compile(r"scratch\d+")  # of a portable save
 _PLACED: Final = re.compile(r"latest|zero_to_fp32\.py")  # on their way among the tags, in a folder of their own
 _OF_A_RANK: Final = re.compile(r"chunk\d+\.\w+\.\d+(\.ssd\d+)?\.bin|weight\d+(\.ssd\d+)?\.bin|memory\.bin|loose\.pt")
+_NO_WEIGHTS: Final = b"\x80\x02}q\x00."  # an empty dict, as torch.save has pickled it
 _MOST_MARK_BYTES: Final = 1 << 14
 _MOST_MANIFEST_BYTES: Final = 1 << 31
 
@@ -190,6 +191,7 @@ def remove_leftover(path: Path, tag: str, token: str) -> None:
             left = sorted(set(os.listdir(fd)) - {MARK})
             if left:
                 logger.warning("%s: holds %s, which no save writes: left; move that away, then delete the rest", path, left[0])
+                _remove_all_parts(homes - parts.homes_of(path, path.with_name(tag)))  # no link leads there any more
                 return
             unmark(fd)
             remove_tree.remove_named(fd, path.name, root)
@@ -209,17 +211,39 @@ def _remove_all_parts(homes: Iterable[Path]) -> None:
 
 
 def _empty(fd: int, is_made: bool, places: bool) -> None:
-    is_portable = _is_portable(fd)
-    names = set(os.listdir(fd)) - {MARK}  # which `remove_leftover` removes, or leaves with the rest
-    for name in sorted(names, key=_OF_A_TAG.__contains__):  # what tells whose the others are goes last
-        if _RANK.fullmatch(name):
-            with contextlib.suppress(NotADirectoryError, FileNotFoundError), remove_tree.opened(name, fd) as rank:
-                if remove_tree.mount(rank) == remove_tree.mount(fd):
-                    _empty_rank(rank, is_made)
-                    with contextlib.suppress(OSError):  # not empty
-                        remove_tree.remove_named(rank, name, fd)
-        elif (is_made and _is_a_saves(name, places)) or _is_of_a_tag(name, fd, is_portable):
+    for name in _to_delete(fd, is_made, places):
+        if not _RANK.fullmatch(name):
             _unlink(name, fd)
+            continue
+        with contextlib.suppress(NotADirectoryError, FileNotFoundError), remove_tree.opened(name, fd) as rank:
+            if remove_tree.mount(rank) == remove_tree.mount(fd):
+                _empty_rank(rank, is_made)
+                with contextlib.suppress(OSError):  # not empty
+                    remove_tree.remove_named(rank, name, fd)
+
+
+def _to_delete(fd: int, is_made: bool, places: bool) -> list[str]:
+    """What is ours in a folder with our mark, and its ranks' folders, in the order to delete them. All are judged ahead of the
+    first deletion. What tells whose the others are goes last, the manifest behind all: a kill may come in between."""
+    is_portable = _is_portable(fd)
+    found = [
+        name
+        for name in set(os.listdir(fd)) - {MARK}  # which `remove_leftover` removes, or leaves with the rest
+        if _RANK.fullmatch(name)
+        or (is_made and _is_a_saves(name, places))
+        or _is_of_a_tag(name, fd, is_portable)
+        or (name == SIGNPOST and _is_signpost(fd))
+    ]
+    return sorted(found, key=lambda name: (name in _OF_A_TAG, name == NAME, name))
+
+
+def _is_signpost(folder: int) -> bool:
+    """Whether a folder's file of that name holds what a save writes there, or nothing: the manifest beside it may be gone."""
+    try:
+        content = read_regular(SIGNPOST, _MOST_MARK_BYTES, os.O_NOFOLLOW, folder)
+    except (OSError, ValueError):
+        return False
+    return not content or _NO_WEIGHTS in content
 
 
 def _is_a_saves(name: str, places: bool) -> bool:
