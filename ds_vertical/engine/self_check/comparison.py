@@ -56,7 +56,8 @@ class Record:
     def note_sum(self, param: nn.Parameter, total: torch.Tensor, rounded: torch.dtype) -> None:
         """A parameter's gradients of all micro-batches are summed. `rounded`: to this dtype first, unless it is finer."""
         rounds = rounded != param.dtype and _bits(rounded) <= _bits(param.dtype)
-        self.sums[id(param)] = digest(total, min(self.sum_dtype, rounded, key=_bits) if rounds else self.sum_dtype)
+        through = (self.sum_dtype, rounded) if rounds else (self.sum_dtype,)
+        self.sums[id(param)] = digest(total, torch.float16 if torch.float16 in through else min(through, key=_bits))
 
 
 class Comparison:

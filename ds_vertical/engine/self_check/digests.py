@@ -26,6 +26,7 @@ from ds_vertical.model.state.module_state import tensors_of
 _TOLERANCES: Final = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-6}
 
 
+_FP16_STEP: Final = 2.0**-24  # between two numbers next to 0; rounding goes half as far, an estimate twice as far as that
 _NUM_PROJECTIONS: Final = 8
 _ROW: Final = 1 << 12
 _ROWS: Final = 16  # of a tensor, that are in fp64 at a time: within a core's cache
@@ -109,7 +110,8 @@ def _scaled(rows: torch.Tensor) -> torch.Tensor:
 def distance_from_sum(total: Digest, parts: Sequence[Digest]) -> float:
     """How far a tensor is from the sum of others, of which there are digests alone: projections of tensors add up to that of
     their sum. In norms of the largest of all; inf for other numbers of elements, and where only one of the two has a norm. That
-    of a sum in fp16 need not have one: it may overflow."""
+    of a sum in fp16 need not have one: it may overflow. And fp16 has no finer numbers next to 0 than multiples of _FP16_STEP, so
+    there one for each element of each part is left out."""
     if any(math.prod(part.shape) != math.prod(total.shape) for part in parts):
         return math.inf
     if not math.isfinite(total.norm) or not all(math.isfinite(part.norm) for part in parts):
@@ -121,7 +123,10 @@ def distance_from_sum(total: Digest, parts: Sequence[Digest]) -> float:
     sums = (sum(numbers) for numbers in zip(*(part.projections for part in parts), strict=True))
     expected = tuple(sums) or (0.0,) * len(total.projections)
     apart = [(a - b) / size for a, b in zip(total.projections, expected, strict=True)]
-    return math.sqrt(sum(each**2 for each in apart) / len(apart))
+    distance = math.sqrt(sum(each**2 for each in apart) / len(apart))
+    if total.dtype != torch.float16:
+        return distance
+    return max(0.0, distance - _FP16_STEP * math.sqrt(math.prod(total.shape)) * len(parts) / size)
 
 
 def digests_of(value: Any) -> list[Digest]:

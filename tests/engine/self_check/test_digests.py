@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ds_vertical.engine.self_check.digests import Digest, digest, wrong_gradients
+from ds_vertical.engine.self_check.digests import Digest, digest, distance_from_sum, wrong_gradients
 
 LARGE = 300_000  # elements: several pieces, and a rest
 
@@ -107,3 +107,15 @@ def test_what_parametrizes_a_weight_belongs_to_its_module() -> None:
         {"k.parametrizations.weight.original0": digest(values(99)), "k.bias": digest(1e-7 * values(3, seed))} for seed in (1, 2)
     ]
     assert wrong_gradients(*both) == {}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-6, 1e-7, 1e-8, 1e-9])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_rounding_to_fp16_is_no_difference_of_a_sum_however_small(scale: float, count: int) -> None:
+    """But one left out is, as far as fp16 has numbers for it."""
+    parts = [values(3000, seed) * scale for seed in range(count)]
+    rounded = [part.half().float() for part in parts]
+    total = digest(sum(rounded, torch.zeros(3000)), torch.float16)
+    assert distance_from_sum(total, [digest(part) for part in parts]) <= total.tolerance
+    less = digest(sum(rounded[1:], torch.zeros(3000)), torch.float16)
+    assert scale < 1e-5 or distance_from_sum(less, [digest(part) for part in parts]) > 0.2
