@@ -200,6 +200,7 @@ class UnitGradients:
         self._units: dict[Unit, list[nn.Parameter]] = {
             unit: [p for p in params if facts.steps(p)] for unit, params in trainable.items()
         }
+        self._untrained = [p for params in units.values() for p in params if not p.requires_grad]
         # gradients of parameters that the optimizer does not have: made by autograd, and thrown away
         self._unwanted = {unit: [p for p in params if not facts.steps(p)] for unit, params in trainable.items()}
         self._facts = facts
@@ -236,8 +237,8 @@ class UnitGradients:
             )
 
     def refuse_frozen(self, name_of: Mapping[int, str]) -> None:
-        """Raises LayerError where a parameter that the optimizer has is frozen by now: its moments would move it on.
-        `name_of`: by id."""
+        """Raises LayerError where a parameter that the optimizer has is frozen by now: its moments would move it on. And where
+        one that was frozen is no longer. `name_of`: by id."""
         frozen = [name_of.get(id(p), "?") for params in self._units.values() for p in params if not p.requires_grad]
         if frozen:
             raise LayerError(
@@ -245,6 +246,13 @@ class UnitGradients:
                 " still has it and would move it on by its moments and weight decay: freeze parameters before initialize (save"
                 " the weights with save_16bit_model, and build a new engine from them), or give them a parameter group of their"
                 " own whose lr and weight_decay you set to 0"
+            )
+
+        thawed = [name_of.get(id(p), "?") for p in self._untrained if p.requires_grad]
+        if thawed:
+            raise LayerError(
+                f"{thawed[0]}: requires_grad was set to True after initialize ({len(thawed)} parameter(s)), and no gradient of it"
+                " would be summed: let it be True before initialize, or set it to False again"
             )
 
     def refuse_own_backward(self) -> None:

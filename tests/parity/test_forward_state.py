@@ -395,6 +395,24 @@ def test_parameters_frozen_before_the_first_step_are_refused_by_name(
         assert not differing(before, read_weights(model))
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_parameters_unfrozen_after_initialize_are_refused_by_name(tmp_path: Path, wanted: bool) -> None:
+    """With the self-check and without; none is left with a gradient."""
+
+    def build() -> Base:
+        model = Base()
+        model.blocks[1].requires_grad_(False)
+        return model
+
+    with running(config_in(tmp_path, section={"self_check": wanted}), build, vertical=True) as (engine, model):
+        model.blocks[1].requires_grad_(True)
+        with pytest.raises(LayerError, match=r"blocks\.1\.up\.weight: requires_grad was set to True .* \(4 parameter"):
+            engine.train_batch(iter(batches(1)[0]))
+        assert all(param.grad is None for param in model.parameters())
+        model.blocks[1].requires_grad_(False)
+        engine.train_batch(iter(batches(1)[0]))
+
+
 def test_parameters_frozen_later_are_refused_by_name_in_each_step(tmp_path: Path) -> None:
     with running(config_in(tmp_path), Base, vertical=True) as (engine, model):
         first, second, third = batches(3)
