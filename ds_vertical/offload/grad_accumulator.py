@@ -451,7 +451,7 @@ class GradientStore(UnitGradients):
         for unit in self._units:
             self.drop(unit)
         self.free()
-        for params in self._units.values():
+        for params in (*self._units.values(), *self._unwanted.values()):
             for param in params:
                 param.grad = None
 
