@@ -251,8 +251,8 @@ class UnitGradients:
         thawed = [name_of.get(id(p), "?") for p in self._untrained if p.requires_grad]
         if thawed:
             raise LayerError(
-                f"{thawed[0]}: requires_grad was set to True after initialize ({len(thawed)} parameter(s)), and no gradient of it"
-                " would be summed: let it be True before initialize, or set it to False again"
+                f"{thawed[0]}: requires_grad was set to True after initialize ({len(thawed)} parameter(s)), and no gradient of"
+                " it would be summed: let it be True before initialize, or set it to False again"
             )
 
     def refuse_own_backward(self) -> None:
