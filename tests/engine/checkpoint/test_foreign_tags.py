@@ -129,7 +129,7 @@ def test_a_file_that_comes_in_while_the_save_writes_is_not_deleted(tmp_path: Pat
     second.switch()
     left = {name: content for name, content in digest(tmp_path / ".tag.00000002").items() if content is not None}
     assert left.pop("ds_vertical.beside") and left == {"rank0/notes.txt": b"mine", "thesis.tex": b"mine"}
-    assert ".tag.00000002: holds rank0, which no save writes: left; move that away" in caplog.text
+    assert ".tag.00000002: holds rank0/notes.txt, which is no part of a checkpoint: left; move that away" in caplog.text
     saved_again(tmp_path, "00000003").switch()
     assert digest(tmp_path / ".tag.00000002")["rank0/notes.txt"] == b"mine"
     manifest.check_manifest(tmp_path / "tag", manifest.read_rank(tmp_path / "tag", 0))
@@ -206,7 +206,7 @@ def test_a_manifest_that_is_damaged_while_the_save_writes_makes_no_file_ours(
     (tmp_path / "tag" / "rank0" / manifest.NAME).write_text("{")
     second.switch()
     assert (tmp_path / ".tag.00000002" / "rank0" / "weight0.bin").read_text() == "mine"
-    assert ".tag.00000002: holds rank0, which no save writes: left" in caplog.text
+    assert ".tag.00000002: holds rank0, which has no ds_vertical.json that can be read: nothing says which" in caplog.text
     killed = saved_again(tmp_path, "00000003")
     (killed.beside / "rank0" / manifest.NAME).write_text("{")
     (killed.beside / "rank0" / "chunk.bin").rename(killed.beside / "rank0" / "chunk0.master.0.bin")
@@ -352,6 +352,21 @@ def test_a_folder_whose_manifest_has_gone_first_goes_with_the_next_save(tmp_path
         assert not beside.exists()
     else:
         assert sorted(os.listdir(beside)) == [leftovers.MARK, SIGNPOST] and (beside / SIGNPOST).read_text() == content
+
+
+def test_of_a_mark_that_does_not_say_who_made_the_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the version before wrote it. A folder for a file among the tags was made; a rank's files may be a user's."""
+    beside, _ = laid_aside(tmp_path, is_made=None)
+    (beside / "rank0" / manifest.NAME).unlink()
+    (beside / "rank0" / "chunk.bin").rename(beside / "rank0" / "chunk0.master.0.bin")
+    places = tmp_path / ".tag.00000004.new"
+    places.mkdir()
+    (places / "latest").write_text("tag")
+    (places / leftovers.MARK).write_text(json.dumps(OURS | {"tag": "tag", "token": "00000004"}))
+    saved_again(tmp_path, "00000003").switch()
+    assert not places.exists() and sorted(os.listdir(beside)) == [leftovers.MARK, "rank0"]
+    why = "is no part of a checkpoint, since no ds_vertical.json beside it names it"
+    assert f"{beside}: holds rank0/chunk0.master.0.bin, which {why}: left; move that away" in caplog.text
 
 
 @pytest.mark.parametrize("tag", ["t" * 241, "dots..", "ä", "a b"])
