@@ -110,8 +110,8 @@ def _scaled(rows: torch.Tensor) -> torch.Tensor:
 def distance_from_sum(total: Digest, parts: Sequence[Digest]) -> float:
     """How far a tensor is from the sum of others, of which there are digests alone: projections of tensors add up to that of
     their sum. In norms of the largest of all; inf for other numbers of elements, and where only one of the two has a norm. That
-    of a sum in fp16 need not have one: it may overflow. Next to 0 fp16 has only multiples of _FP16_STEP: one for each element of
-    each part is left out of the distance."""
+    of a sum in fp16 need not have one: it may overflow. Next to 0 fp16 has only multiples of _FP16_STEP: one for each element
+    of each part is left out of the distance."""
     if any(math.prod(part.shape) != math.prod(total.shape) for part in parts):
         return math.inf
     if not math.isfinite(total.norm) or not all(math.isfinite(part.norm) for part in parts):
