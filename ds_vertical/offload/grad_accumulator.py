@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ds_vertical.errors import LayerError
+from ds_vertical.interrupts import Changed
 from ds_vertical.io.buffers import Reserve
 from ds_vertical.model.autograd_segments import OWN_BACKWARD
 from ds_vertical.model.kept.block_backward import is_apart
@@ -206,14 +207,12 @@ class UnitGradients:
         self._facts = facts
         self._heard: Callable[[nn.Parameter], None] | None = None
 
-    @contextlib.contextmanager
-    def heard_by(self, note: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    def heard_by(self, note: Callable[[nn.Parameter], None]) -> Changed:
         """Within the block `note` is called with each parameter whose gradient is about to be moved, or thrown away."""
+        return Changed(partial(self._let_hear, None), partial(self._let_hear, note))
+
+    def _let_hear(self, note: Callable[[nn.Parameter], None] | None) -> None:
         self._heard = note
-        try:
-            yield
-        finally:
-            self._heard = None
 
     def _tell(self, param: nn.Parameter) -> None:
         if self._heard is not None and param.grad is not None:
