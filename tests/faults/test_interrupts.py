@@ -252,12 +252,12 @@ def cut_in(code: CodeType, number: int) -> Iterator[list[int]]:
 
 
 def test_blocks_that_are_laid_aside_are_put_back_once_wherever_that_is_cut() -> None:
-    """Ahead of each bytecode: two equal blocks, one within the other."""
+    """Ahead of each bytecode: an inner block, which is equal to the outer one."""
     number, was_raised = 0, True
     with deferred(), deferred():
         while was_raised:
             aside, number = LaidAside(), number + 1
-            aside.lay(0, 0)
+            aside.lay(0, 1)
             with contextlib.suppress(KeyboardInterrupt), cut_in(LaidAside.put_back.__code__, number) as raised:
                 aside.put_back()
             was_raised = bool(raised)
