@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,11 @@ class Record:
         through = (self.sum_dtype, rounded) if rounds else (self.sum_dtype,)
         self.sums[id(param)] = digest(total, torch.float16 if torch.float16 in through else min(through, key=_bits))
 
+    def largest(self, micro_batch: int) -> float:
+        """The norm of the largest gradient of a micro-batch that has one."""
+        norms = (each.norm for (number, _), each in self.gradients.items() if number == micro_batch)
+        return max(filter(math.isfinite, norms), default=0.0)
+
 
 class Comparison:
     """Of two orders over one model. `around`: the parameters outside the layers, whose gradients are summed."""
@@ -91,7 +97,7 @@ class Comparison:
                 yield Difference(f"outside the layers: {what}")
         around = [self._names[id(param)] for param in self._around]
         sums = (dict(zip(around, record.around, strict=True)) for record in (ours, plain))
-        for name, distance in wrong_gradients(*sums).items():
+        for name, distance in wrong_gradients(*sums, max(map(plain.largest, range(len(plain.losses))), default=0.0)).items():
             what = f"outside the layers: the gradient of {name}, summed over micro-batches 0 to {len(plain.losses) - 1},"
             yield Difference(f"{what} {_differs(distance)}; outputs, losses and the layers' gradients agree")
 
@@ -100,7 +106,7 @@ class Comparison:
         both = (
             {name: record.gradients[key] for name, key in keys.items() if key in record.gradients} for record in (ours, plain)
         )
-        for name, distance in wrong_gradients(*both).items():
+        for name, distance in wrong_gradients(*both, plain.largest(micro_batch)).items():
             what = f"the gradient of {name} for micro-batch {micro_batch} {_differs(distance)}; outputs and losses agree"
             yield Difference(f"{where(self._layers, self._layers.layers[layer][0])}: {what}", layer)
 

@@ -96,6 +96,17 @@ def test_a_gradient_is_held_against_itself_or_an_eighth_of_its_modules(dtype: to
     assert found(0, 0.02) == ["layer.k.weight"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_what_rounding_leaves_beside_the_largest_gradient_is_none(dtype: torch.dtype) -> None:
+    """A module's only gradients differ wholly; see [Note: small gradients]."""
+    ours, theirs = ({"q.weight": digest(values(4096, seed).to(dtype)), "q.bias": digest(values(64, seed))} for seed in (1, 2))
+    size, least = theirs["q.weight"].norm, 2.0**-52 if dtype == torch.float64 else 2.0**-23
+    assert wrong_gradients(ours, theirs).keys() == {"q.weight", "q.bias"}
+    assert "q.weight" not in wrong_gradients(ours, theirs, 4 * size / least)
+    assert "q.weight" in wrong_gradients(ours, theirs, size / least / 4)
+    assert wrong_gradients(ours, {}, 1e300).keys() == {"q.weight", "q.bias"}
+
+
 def test_a_gradient_that_one_order_makes_alone_is_wrong_unless_both_have_none() -> None:
     one: dict[str, Digest] = {"a.weight": digest(values(5))}
     assert wrong_gradients(one, {}) == wrong_gradients({}, one) == {"a.weight": math.inf}
