@@ -157,8 +157,8 @@ def largest_distance(ours: Sequence[Digest], theirs: Sequence[Digest]) -> tuple[
 
 
 def wrong_gradients(ours: Mapping[str, Digest], theirs: Mapping[str, Digest], largest: float = 0.0) -> dict[str, float]:
-    """Which of some parameters' gradients differ beyond rounding, by name, and by how much of their own norm. `largest`: the norm
-    of the model's largest gradient.
+    """Which of some parameters' gradients differ beyond rounding, by name, and by how much of their own norm. `largest`: of the
+    norms of the model's gradients.
 
     [Note: small gradients] The gradient of an attention's key bias is 0 in exact arithmetic, since softmax takes no notice of
     what is added to all of a row. What is computed is what rounding has left of a sum over the same terms as the key weight's
