@@ -97,7 +97,9 @@ class Comparison:
                 yield Difference(f"outside the layers: {what}")
         around = [self._names[id(param)] for param in self._around]
         sums = (dict(zip(around, record.around, strict=True)) for record in (ours, plain))
-        for name, distance in wrong_gradients(*sums, max(map(plain.largest, range(len(plain.losses))), default=0.0)).items():
+        for name, distance in wrong_gradients(
+            *sums, largest=max(map(plain.largest, range(len(plain.losses))), default=0.0)
+        ).items():
             what = f"outside the layers: the gradient of {name}, summed over micro-batches 0 to {len(plain.losses) - 1},"
             yield Difference(f"{what} {_differs(distance)}; outputs, losses and the layers' gradients agree")
 
@@ -106,7 +108,7 @@ class Comparison:
         both = (
             {name: record.gradients[key] for name, key in keys.items() if key in record.gradients} for record in (ours, plain)
         )
-        for name, distance in wrong_gradients(*both, plain.largest(micro_batch)).items():
+        for name, distance in wrong_gradients(*both, largest=plain.largest(micro_batch)).items():
             what = f"the gradient of {name} for micro-batch {micro_batch} {_differs(distance)}; outputs and losses agree"
             yield Difference(f"{where(self._layers, self._layers.layers[layer][0])}: {what}", layer)
 
