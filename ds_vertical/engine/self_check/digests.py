@@ -169,8 +169,8 @@ def wrong_gradients(ours: Mapping[str, Digest], theirs: Mapping[str, Digest], la
 
     A module may have nothing but what rounding has left: in conditional_detr, made small, the query and key projections of the
     encoder, whose gradients are apart by up to twice their own norm, which is 8e-11 of the largest gradient's. So a difference
-    of up to 2^-23 of that is none: an fp32 number next to the largest gradient's norm does not show it. No more is let pass in
-    bf16 and fp16, where this was not measured, and in fp64 its own epsilon.
+    of up to 2^-30 of that is none, which is 2^-7 of fp32's epsilon. No more is let pass in bf16 and fp16, where this was not
+    measured; in fp64 it is 2^-59.
     """
     squares: dict[str, float] = {}
     for name, each in theirs.items():
@@ -181,7 +181,10 @@ def wrong_gradients(ours: Mapping[str, Digest], theirs: Mapping[str, Digest], la
         distance = math.inf if a is None or b is None else a.distance(b)
         if a is not None and b is not None and math.isfinite(distance):
             size, least = max(a.norm, b.norm), _SHARE * math.sqrt(squares[_module_of(name)])
-            if distance * min(1.0, size / least if least else 1.0) <= a.tolerance or distance * size <= a.epsilon * largest:
+            if (
+                distance * min(1.0, size / least if least else 1.0) <= a.tolerance
+                or distance * size <= 2**-7 * a.epsilon * largest
+            ):
                 continue
         if distance > 0:
             wrong[name] = distance
