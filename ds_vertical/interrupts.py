@@ -185,8 +185,8 @@ class LaidAside:
         """Put them on the lists again; harmless where nothing is laid aside."""
         _open.changes.extend([each for each in self._changes if each not in _open.changes])
         self._changes = []
-        blocks, self._blocks = self._blocks, []
-        _blocks.extend(blocks)
+        _blocks.extend([each for each in self._blocks if not any(each is other for other in _blocks)])  # many are equal
+        self._blocks = []  # not before: an interrupt must not forget them
 
 
 def reset(first: int) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ds_vertical.errors import LayerError
+from ds_vertical.interrupts import Changed
 from ds_vertical.io.buffers import Reserve
 from ds_vertical.model.autograd_segments import OWN_BACKWARD
 from ds_vertical.model.kept.block_backward import is_apart
@@ -200,19 +201,18 @@ class UnitGradients:
         self._units: dict[Unit, list[nn.Parameter]] = {
             unit: [p for p in params if facts.steps(p)] for unit, params in trainable.items()
         }
+        self._untrained = [p for params in units.values() for p in params if not p.requires_grad]
         # gradients of parameters that the optimizer does not have: made by autograd, and thrown away
         self._unwanted = {unit: [p for p in params if not facts.steps(p)] for unit, params in trainable.items()}
         self._facts = facts
         self._heard: Callable[[nn.Parameter], None] | None = None
 
-    @contextlib.contextmanager
-    def heard_by(self, note: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    def heard_by(self, note: Callable[[nn.Parameter], None]) -> Changed:
         """Within the block `note` is called with each parameter whose gradient is about to be moved, or thrown away."""
+        return Changed(partial(self._let_hear, None), partial(self._let_hear, note))
+
+    def _let_hear(self, note: Callable[[nn.Parameter], None] | None) -> None:
         self._heard = note
-        try:
-            yield
-        finally:
-            self._heard = None
 
     def _tell(self, param: nn.Parameter) -> None:
         if self._heard is not None and param.grad is not None:
@@ -236,8 +236,8 @@ class UnitGradients:
             )
 
     def refuse_frozen(self, name_of: Mapping[int, str]) -> None:
-        """Raises LayerError where a parameter that the optimizer has is frozen by now: its moments would move it on.
-        `name_of`: by id."""
+        """Raises LayerError where a parameter that the optimizer has is frozen by now: its moments would move it on. And where
+        one that was frozen is no longer. `name_of`: by id."""
         frozen = [name_of.get(id(p), "?") for params in self._units.values() for p in params if not p.requires_grad]
         if frozen:
             raise LayerError(
@@ -245,6 +245,13 @@ class UnitGradients:
                 " still has it and would move it on by its moments and weight decay: freeze parameters before initialize (save"
                 " the weights with save_16bit_model, and build a new engine from them), or give them a parameter group of their"
                 " own whose lr and weight_decay you set to 0"
+            )
+
+        thawed = [name_of.get(id(p), "?") for p in self._untrained if p.requires_grad]
+        if thawed:
+            raise LayerError(
+                f"{thawed[0]}: requires_grad was set to True after initialize ({len(thawed)} parameter(s)), and no gradient of"
+                " it would be summed: let it be True before initialize, or set it to False again"
             )
 
     def refuse_own_backward(self) -> None:
@@ -443,7 +450,7 @@ class GradientStore(UnitGradients):
         for unit in self._units:
             self.drop(unit)
         self.free()
-        for params in self._units.values():
+        for params in (*self._units.values(), *self._unwanted.values()):
             for param in params:
                 param.grad = None
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ from places import SUPPORT
 from ds_vertical.compat import zero_optimizer
 from ds_vertical.compat.ops.load import new_disk_queue
 from ds_vertical.engine.zero3.step_driver import StepPhase
-from ds_vertical.interrupts import Changed, LaidAside, num_open
+from ds_vertical.interrupts import Changed, LaidAside, deferred, num_open, num_shields, take_back
 from ds_vertical.io.ticket import Ticket
+from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.offload.stepper import Stepper
 
 BUILD = partial(MixerModel, 3, 512)
@@ -219,6 +221,69 @@ def test_what_is_laid_aside_is_put_back_wherever_that_is_cut() -> None:
             aside.put_back()
             assert cut.done and num_open() == 2
     assert undone == [1, 0]
+
+
+@contextlib.contextmanager
+def cut_in(code: CodeType, number: int) -> Iterator[list[int]]:
+    """KeyboardInterrupt ahead of the `number`-th bytecode that runs of a function; the list says whether it was raised."""
+    left = [number]
+    raised: list[int] = []
+
+    def local(frame: FrameType, event: str, arg: object) -> Any:
+        if event == "opcode":
+            left[0] -= 1
+            if left[0] == 0:
+                raised.append(number)
+                raise KeyboardInterrupt
+        return local
+
+    def begin(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code is not code:
+            return None
+        frame.f_trace_opcodes = True
+        return local
+
+    before = sys.gettrace()
+    sys.settrace(begin)
+    try:
+        yield raised
+    finally:
+        sys.settrace(before)
+
+
+def test_blocks_that_are_laid_aside_are_put_back_once_wherever_that_is_cut() -> None:
+    """Ahead of each bytecode: an inner block, which is equal to the outer one."""
+    number, was_raised = 0, True
+    with deferred(), deferred():
+        while was_raised:
+            aside, number = LaidAside(), number + 1
+            aside.lay(0, 1)
+            with contextlib.suppress(KeyboardInterrupt), cut_in(LaidAside.put_back.__code__, number) as raised:
+                aside.put_back()
+            was_raised = bool(raised)
+            aside.put_back()
+            assert num_shields() == 2, number
+    assert number > 20 and num_shields() == 0
+
+
+def test_nobody_hears_of_gradients_after_a_check_that_was_cut() -> None:
+    """Wherever the end of its block is cut, and although the error is kept, as a debugger does."""
+    facts = ParamFacts(torch.nn.Parameter.numel, lambda param: param.dtype)
+    store = GradientStore({0: [torch.nn.Parameter(torch.zeros(3))]}, torch.float32, facts)
+
+    end = type(store.heard_by(lambda _: None)).__exit__.__code__
+    number, kept, was_raised = 0, [], True
+    while was_raised:
+        number += 1
+        try:
+            with cut_in(end, number) as raised, store.heard_by(lambda _: None):
+                pass
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        was_raised = bool(raised)
+        take_back()
+        assert store._heard is None, number
+    assert len(kept) == number - 1 > 10
 
 
 def test_a_signal_in_a_wait_for_the_disk_loses_no_completion(tmp_path: Path) -> None:

@@ -472,3 +472,14 @@ def test_a_step_has_one_sum_and_one_gradient_at_a_time() -> None:
         late._late = True
         found = most_alive(lambda: train_layer(late, model, num_micro_batches))  # noqa: B023 - called at once
         assert num_micro_batches == 1 or found >= expected + (count - 2) * size, "nothing that this could show"
+
+
+def test_after_an_error_no_parameter_has_a_gradient() -> None:
+    """Nor one that the optimizer does not have: its gradient would be taken for one from outside the step."""
+    params = new_params((7,), (7,))
+    facts = ParamFacts(nn.Parameter.numel, lambda param: param.dtype, lambda param: param is params[0])
+    store = GradientStore({0: params}, torch.float32, facts)
+    set_gradients(params, 1)
+    store.drop_all()
+    assert [param.grad for param in params] == [None, None]
+    store.refuse_strays()

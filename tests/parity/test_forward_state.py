@@ -48,6 +48,7 @@ from transformers import IBertConfig, IBertForMaskedLM
 from transformers.initialization import no_init_weights
 
 from ds_vertical.errors import LayerError
+from ds_vertical.offload import grad_accumulator
 
 
 @pytest.fixture(autouse=True)
@@ -378,6 +379,38 @@ def test_blocks_within_a_function_with_its_own_backward_are_refused_by_name(tmp_
         ):
             engine.train_batch(iter(batches(1)[0]))
         assert not differing(before, read_weights(model))
+
+
+@pytest.mark.parametrize("order", ["vertical", "horizontal"])
+def test_parameters_frozen_before_the_first_step_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    """Ahead of the self-check, which would ask torch where their gradients come from."""
+    monkeypatch.setattr(grad_accumulator, "LARGE", 1)
+    with running(config_in(tmp_path, section={"self_check": True, "order": order}), Base, vertical=True) as (engine, model):
+        before = read_weights(model)
+        model.blocks[1].requires_grad_(False)
+        with pytest.raises(LayerError, match=r"blocks\.1\.up\.weight: requires_grad was set to False .* \(4 parameter"):
+            engine.train_batch(iter(batches(1)[0]))
+        assert not differing(before, read_weights(model))
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_parameters_unfrozen_after_initialize_are_refused_by_name(tmp_path: Path, wanted: bool) -> None:
+    """With the self-check and without; none is left with a gradient."""
+
+    def build() -> Base:
+        model = Base()
+        model.blocks[1].requires_grad_(False)
+        return model
+
+    with running(config_in(tmp_path, section={"self_check": wanted}), build, vertical=True) as (engine, model):
+        model.blocks[1].requires_grad_(True)
+        with pytest.raises(LayerError, match=r"blocks\.1\.up\.weight: requires_grad was set to True .* \(4 parameter"):
+            engine.train_batch(iter(batches(1)[0]))
+        assert all(param.grad is None for param in model.parameters())
+        model.blocks[1].requires_grad_(False)
+        engine.train_batch(iter(batches(1)[0]))
 
 
 def test_parameters_frozen_later_are_refused_by_name_in_each_step(tmp_path: Path) -> None:

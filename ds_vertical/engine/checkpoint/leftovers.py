@@ -47,6 +47,8 @@ _DEEPSPEEDS: Final = re.compile(r"((bf|fp)16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(
 _SCRATCH: Final = re.compile(r"scratch\d+")  # of a portable save
 _PLACED: Final = re.compile(r"latest|zero_to_fp32\.py")  # on their way among the tags, in a folder of their own
 _OF_A_RANK: Final = re.compile(r"chunk\d+\.\w+\.\d+(\.ssd\d+)?\.bin|weight\d+(\.ssd\d+)?\.bin|memory\.bin|loose\.pt")
+_NO_PART: Final = "is no part of a checkpoint"
+_NO_WEIGHTS: Final = b"\x80\x02}q\x00."  # an empty dict, as torch.save has pickled it
 _MOST_MARK_BYTES: Final = 1 << 14
 _MOST_MANIFEST_BYTES: Final = 1 << 31
 
@@ -55,7 +57,7 @@ class Other(NamedTuple):
     """What is in a tag's folder and is not ours to delete: its path there, and why, as the end of a sentence."""
 
     path: str
-    why: str = "is no part of a checkpoint"
+    why: str = _NO_PART
 
 
 def mark(folder: int, run: str, tag: str, token: str, is_made: bool = True) -> None:
@@ -111,12 +113,13 @@ def is_marked(folder: int, tag: str, token: str) -> bool:
     return _marked(folder, tag, token) is not None
 
 
-def _marked(folder: int, tag: str, token: str) -> bool | None:
-    """Whether the folder that a save has so marked was made by it; None where none has. Earlier versions did not say."""
+def _marked(folder: int, tag: str, token: str, places: bool = False) -> bool | None:
+    """Whether the folder that a save has so marked was made by it; None where none has. Earlier versions did not say. One that
+    `places` a file among the tags always was."""
     told = _read_mark(MARK, folder)
     if told is None or not _has_run(told):
         return None
-    is_made = told.pop("made", False)
+    is_made = told.pop("made", places)
     return is_made if isinstance(is_made, bool) and told == {"tag": tag, "token": token} else None
 
 
@@ -181,15 +184,16 @@ def remove_leftover(path: Path, tag: str, token: str) -> None:
     """Delete a folder with this mark, and in it what a save writes; what cannot be deleted does no harm, and is told."""
     try:
         with remove_tree.opened(path.parent, follow=True) as root, remove_tree.opened(path.name, root) as fd:
-            is_made = _marked(fd, tag, token)
+            is_made = _marked(fd, tag, token, path.name.endswith(".new"))
             if is_made is None or os.fstat(fd).st_uid != os.geteuid():
                 logger.warning("%s: nothing in it says that this save made it: left; if you know it, delete it by hand", path)
                 return
-            homes = parts.homes_of(path, path.with_name(tag))
+            homes, others = parts.homes_of(path, path.with_name(tag)), list(_others_in(fd))
             _empty(fd, is_made, path.name.endswith(".new"))
-            left = sorted(set(os.listdir(fd)) - {MARK})
-            if left:
-                logger.warning("%s: holds %s, which no save writes: left; move that away, then delete the rest", path, left[0])
+            if left := sorted(set(os.listdir(fd)) - {MARK}):
+                other = next((each for each in others if _is_there(each.path, fd)), Other(left[0]))
+                logger.warning("%s: holds %s, which %s: left; move that away, then delete the rest", path, *other)
+                _remove_all_parts(homes - parts.homes_of(path, path.with_name(tag)))  # no link leads there any more
                 return
             unmark(fd)
             remove_tree.remove_named(fd, path.name, root)
@@ -198,6 +202,14 @@ def remove_leftover(path: Path, tag: str, token: str) -> None:
         return
     except OSError as error:
         logger.warning("%s: delete: %s; delete it by hand", path, error.strerror)
+
+
+def _is_there(path: str, folder: int) -> bool:
+    try:
+        os.stat(path, dir_fd=folder, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
 
 
 def _remove_all_parts(homes: Iterable[Path]) -> None:
@@ -209,17 +221,39 @@ def _remove_all_parts(homes: Iterable[Path]) -> None:
 
 
 def _empty(fd: int, is_made: bool, places: bool) -> None:
-    is_portable = _is_portable(fd)
-    names = set(os.listdir(fd)) - {MARK}  # which `remove_leftover` removes, or leaves with the rest
-    for name in sorted(names, key=_OF_A_TAG.__contains__):  # what tells whose the others are goes last
-        if _RANK.fullmatch(name):
-            with contextlib.suppress(NotADirectoryError, FileNotFoundError), remove_tree.opened(name, fd) as rank:
-                if remove_tree.mount(rank) == remove_tree.mount(fd):
-                    _empty_rank(rank, is_made)
-                    with contextlib.suppress(OSError):  # not empty
-                        remove_tree.remove_named(rank, name, fd)
-        elif (is_made and _is_a_saves(name, places)) or _is_of_a_tag(name, fd, is_portable):
+    for name in _to_delete(fd, is_made, places):
+        if not _RANK.fullmatch(name):
             _unlink(name, fd)
+            continue
+        with contextlib.suppress(NotADirectoryError, FileNotFoundError), remove_tree.opened(name, fd) as rank:
+            if remove_tree.mount(rank) == remove_tree.mount(fd):
+                _empty_rank(rank, is_made)
+                with contextlib.suppress(OSError):  # not empty
+                    remove_tree.remove_named(rank, name, fd)
+
+
+def _to_delete(fd: int, is_made: bool, places: bool) -> list[str]:
+    """What is ours in a folder with our mark, and its ranks' folders, in the order to delete them. All are judged ahead of the
+    first deletion. What tells whose the others are goes last, the manifest behind all: a kill may come in between."""
+    is_portable = _is_portable(fd)
+    found = [
+        name
+        for name in set(os.listdir(fd)) - {MARK}  # which `remove_leftover` removes, or leaves with the rest
+        if _RANK.fullmatch(name)
+        or (is_made and _is_a_saves(name, places))
+        or _is_of_a_tag(name, fd, is_portable)
+        or (name == SIGNPOST and _is_signpost(fd))
+    ]
+    return sorted(found, key=lambda name: (name in _OF_A_TAG, name == NAME, name))
+
+
+def _is_signpost(folder: int) -> bool:
+    """Whether a folder's file of that name holds what a save writes there, or nothing: the manifest beside it may be gone."""
+    try:
+        content = read_regular(SIGNPOST, _MOST_MARK_BYTES, os.O_NOFOLLOW, folder)
+    except (OSError, ValueError):
+        return False
+    return not content or _NO_WEIGHTS in content
 
 
 def _is_a_saves(name: str, places: bool) -> bool:
@@ -288,12 +322,16 @@ def _is_saved(name: str, rank: int) -> bool:
 def others_files(path: Path) -> Iterator[Other]:
     """What is in a tag's folder, or in a rank's of it, and belongs to no checkpoint. Raises OSError."""
     with remove_tree.opened(path) as fd:
-        is_portable = _is_portable(fd)
-        for name in sorted(os.listdir(fd), key=lambda name: (name in _MARKS, name)):
-            if _RANK.fullmatch(name):
-                yield from _others_of_a_rank(name, fd)
-            elif not _is_of_a_tag(name, fd, is_portable):
-                yield Other(name, _why_not(name, fd))
+        yield from _others_in(fd)
+
+
+def _others_in(fd: int) -> Iterator[Other]:
+    is_portable = _is_portable(fd)
+    for name in sorted(os.listdir(fd), key=lambda name: (name in _MARKS, name)):
+        if _RANK.fullmatch(name):
+            yield from _others_of_a_rank(name, fd)
+        elif not _is_of_a_tag(name, fd, is_portable):
+            yield Other(name, _why_not(name, fd))
 
 
 def _why_not(name: str, folder: int) -> str:
@@ -318,7 +356,9 @@ def _others_of_a_rank(name: str, folder: int) -> Iterator[Other]:
                 yield Other(name, f"has no {NAME} that can be read: nothing says which files in it are ours")
                 return
             for each in names:
-                if each not in (ours or ()) or not _is_saved(each, rank):
+                if ours is None and _OF_A_RANK.fullmatch(each):
+                    yield Other(f"{name}/{each}", f"{_NO_PART}, since no {NAME} beside it names it")
+                elif each not in (ours or ()) or not _is_saved(each, rank):
                     yield Other(f"{name}/{each}")
     except OSError as error:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):

@@ -201,7 +201,7 @@ class SelfCheck:
         ]
         # fp32 sums of bf16 gradients have bf16's rounding
         coarser = partial(min, key=lambda dtype: torch.finfo(dtype).bits)
-        sums = [digest(total, coarser((total.dtype, param.dtype))) for total, param in pairs]
+        sums = [digest(total, coarser((total.dtype, param.dtype, self.gradients.rounding(param)))) for total, param in pairs]
         for unit in self._around:
             self.gradients.drop(unit)
         self.gradients.free()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +57,13 @@ class Record:
     def note_sum(self, param: nn.Parameter, total: torch.Tensor, rounded: torch.dtype) -> None:
         """A parameter's gradients of all micro-batches are summed. `rounded`: to this dtype first, unless it is finer."""
         rounds = rounded != param.dtype and _bits(rounded) <= _bits(param.dtype)
-        self.sums[id(param)] = digest(total, min(self.sum_dtype, rounded, key=_bits) if rounds else self.sum_dtype)
+        through = (self.sum_dtype, rounded) if rounds else (self.sum_dtype,)
+        self.sums[id(param)] = digest(total, torch.float16 if torch.float16 in through else min(through, key=_bits))
+
+    def largest(self, micro_batch: int) -> float:
+        """The norm of the largest gradient of a micro-batch that has one."""
+        norms = (each.norm for (number, _), each in self.gradients.items() if number == micro_batch)
+        return max(filter(math.isfinite, norms), default=0.0)
 
 
 class Comparison:
@@ -90,7 +97,9 @@ class Comparison:
                 yield Difference(f"outside the layers: {what}")
         around = [self._names[id(param)] for param in self._around]
         sums = (dict(zip(around, record.around, strict=True)) for record in (ours, plain))
-        for name, distance in wrong_gradients(*sums).items():
+        for name, distance in wrong_gradients(
+            *sums, largest=max(map(plain.largest, range(len(plain.losses))), default=0.0)
+        ).items():
             what = f"outside the layers: the gradient of {name}, summed over micro-batches 0 to {len(plain.losses) - 1},"
             yield Difference(f"{what} {_differs(distance)}; outputs, losses and the layers' gradients agree")
 
@@ -99,7 +108,7 @@ class Comparison:
         both = (
             {name: record.gradients[key] for name, key in keys.items() if key in record.gradients} for record in (ours, plain)
         )
-        for name, distance in wrong_gradients(*both).items():
+        for name, distance in wrong_gradients(*both, largest=plain.largest(micro_batch)).items():
             what = f"the gradient of {name} for micro-batch {micro_batch} {_differs(distance)}; outputs and losses agree"
             yield Difference(f"{where(self._layers, self._layers.layers[layer][0])}: {what}", layer)
 

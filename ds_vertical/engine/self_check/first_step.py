@@ -129,6 +129,7 @@ class FirstStepCheck:
         with parts.optimizer.live.agreed("self_check"):
             parts.params.check_open()
             parts.gradients.refuse_strays()
+            parts.gradients.refuse_frozen({id(param): name for name, param in parts.module.named_parameters()})
             parts.optimizer.flush()
         check = SelfCheck(parts, step, scale)
         with (

@@ -8,6 +8,8 @@ import logging
 import os
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from manifests import write_checkpoint
 from resuming import config_in, model_of, train
 from run_owners import digest
 
-from ds_vertical.engine.checkpoint import manifest
+from ds_vertical.engine.checkpoint import leftovers, manifest, parts
 from ds_vertical.engine.checkpoint.manifest_schema import SIGNPOST
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder, check_tag
 from ds_vertical.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -127,7 +129,7 @@ def test_a_file_that_comes_in_while_the_save_writes_is_not_deleted(tmp_path: Pat
     second.switch()
     left = {name: content for name, content in digest(tmp_path / ".tag.00000002").items() if content is not None}
     assert left.pop("ds_vertical.beside") and left == {"rank0/notes.txt": b"mine", "thesis.tex": b"mine"}
-    assert ".tag.00000002: holds rank0, which no save writes: left; move that away" in caplog.text
+    assert ".tag.00000002: holds rank0/notes.txt, which is no part of a checkpoint: left; move that away" in caplog.text
     saved_again(tmp_path, "00000003").switch()
     assert digest(tmp_path / ".tag.00000002")["rank0/notes.txt"] == b"mine"
     manifest.check_manifest(tmp_path / "tag", manifest.read_rank(tmp_path / "tag", 0))
@@ -204,7 +206,7 @@ def test_a_manifest_that_is_damaged_while_the_save_writes_makes_no_file_ours(
     (tmp_path / "tag" / "rank0" / manifest.NAME).write_text("{")
     second.switch()
     assert (tmp_path / ".tag.00000002" / "rank0" / "weight0.bin").read_text() == "mine"
-    assert ".tag.00000002: holds rank0, which no save writes: left" in caplog.text
+    assert ".tag.00000002: holds rank0, which has no ds_vertical.json that can be read: nothing says which" in caplog.text
     killed = saved_again(tmp_path, "00000003")
     (killed.beside / "rank0" / manifest.NAME).write_text("{")
     (killed.beside / "rank0" / "chunk.bin").rename(killed.beside / "rank0" / "chunk0.master.0.bin")
@@ -298,6 +300,73 @@ def test_the_mark_has_the_runs_id(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     path.write_text(json.dumps(found))
     TagFolder(tmp_path, "other", "00000003").make()
     assert not tag.beside.exists()
+
+
+def laid_aside(folder: Path, is_made: bool | None = False) -> tuple[Path, Path]:
+    """What was a tag's folder, beside the tags, with all that a save writes and a part on another SSD; and that part's folder.
+    `is_made`: as the mark says; None: it says nothing of that."""
+    beside, home = folder / ".tag.00000002", folder / "ssd1" / parts.PARTS_FOLDER / "tag.00000001"
+    write_checkpoint(folder, beside.name)
+    torch.save({}, beside / SIGNPOST)
+    (beside / "ds_vertical.portable").write_text(json.dumps(OURS))
+    (home / "rank0").mkdir(parents=True)
+    (home / "rank0" / "weight0.ssd1.bin").write_bytes(b"x" * 100)
+    whose = {"checkpoint": str(folder / "tag"), "token": "00000001"}
+    (home / parts.PARTS_MARK).write_text(json.dumps(OURS | whose))
+    (beside / "rank0" / "weight0.ssd1.bin").symlink_to(home / "rank0" / "weight0.ssd1.bin")
+    rank = json.loads((beside / "rank0" / manifest.NAME).read_text())
+    rank["files"]["weight0.ssd1.bin"] = {}
+    (beside / "rank0" / manifest.NAME).write_text(json.dumps(rank))
+    told = OURS | {"tag": "tag", "token": "00000002"} | ({} if is_made is None else {"made": is_made})
+    (beside / leftovers.MARK).write_text(json.dumps(told))
+    return beside, home
+
+
+REMOVE = """
+import sys
+from pathlib import Path
+from ds_vertical.engine.checkpoint import leftovers
+leftovers.remove_leftover(Path(sys.argv[1]), "tag", "00000002")
+"""
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_all_of_an_earlier_folder_goes_whatever_the_order_of_its_names(tmp_path: Path, seed: int) -> None:
+    """Its parts on other SSDs, too. Python orders the names in a set by their hashes, of which a process draws a seed."""
+    beside, home = laid_aside(tmp_path)
+    env = os.environ | {"PYTHONHASHSEED": str(seed)}
+    done = subprocess.run([sys.executable, "-c", REMOVE, str(beside)], env=env, capture_output=True, text=True, check=True)
+    assert done.stderr == "" and not beside.exists() and not home.exists()
+
+
+@pytest.mark.parametrize("content", ["mine", None])
+def test_a_folder_whose_manifest_has_gone_first_goes_with_the_next_save(tmp_path: Path, content: str | None) -> None:
+    """A kill, or an earlier version, has left it. A user's file of the same name stays."""
+    beside, home = laid_aside(tmp_path)
+    (beside / manifest.NAME).unlink()
+    if content is not None:
+        (beside / SIGNPOST).write_text(content)
+    saved_again(tmp_path, "00000003").switch()
+    assert not home.exists()
+    if content is None:
+        assert not beside.exists()
+    else:
+        assert sorted(os.listdir(beside)) == [leftovers.MARK, SIGNPOST] and (beside / SIGNPOST).read_text() == content
+
+
+def test_of_a_mark_that_does_not_say_who_made_the_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the version before wrote it. A folder for a file among the tags was made; a rank's files may be a user's."""
+    beside, _ = laid_aside(tmp_path, is_made=None)
+    (beside / "rank0" / manifest.NAME).unlink()
+    (beside / "rank0" / "chunk.bin").rename(beside / "rank0" / "chunk0.master.0.bin")
+    places = tmp_path / ".tag.00000004.new"
+    places.mkdir()
+    (places / "latest").write_text("tag")
+    (places / leftovers.MARK).write_text(json.dumps(OURS | {"tag": "tag", "token": "00000004"}))
+    saved_again(tmp_path, "00000003").switch()
+    assert not places.exists() and sorted(os.listdir(beside)) == [leftovers.MARK, "rank0"]
+    why = "is no part of a checkpoint, since no ds_vertical.json beside it names it"
+    assert f"{beside}: holds rank0/chunk0.master.0.bin, which {why}: left; move that away" in caplog.text
 
 
 @pytest.mark.parametrize("tag", ["t" * 241, "dots..", "ä", "a b"])

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ds_vertical.engine.self_check.digests import Digest, digest, wrong_gradients
+from ds_vertical.engine.self_check.digests import Digest, digest, distance_from_sum, wrong_gradients
 
 LARGE = 300_000  # elements: several pieces, and a rest
 
@@ -96,6 +96,17 @@ def test_a_gradient_is_held_against_itself_or_an_eighth_of_its_modules(dtype: to
     assert found(0, 0.02) == ["layer.k.weight"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_what_rounding_leaves_beside_the_largest_gradient_is_none(dtype: torch.dtype) -> None:
+    """A module's only gradients differ wholly; see [Note: small gradients]."""
+    ours, theirs = ({"q.weight": digest(values(4096, seed).to(dtype)), "q.bias": digest(values(64, seed))} for seed in (1, 2))
+    size, least = theirs["q.weight"].norm, 2.0**-59 if dtype == torch.float64 else 2.0**-30
+    assert wrong_gradients(ours, theirs).keys() == {"q.weight", "q.bias"}
+    assert "q.weight" not in wrong_gradients(ours, theirs, 4 * size / least)
+    assert "q.weight" in wrong_gradients(ours, theirs, size / least / 4)
+    assert wrong_gradients(ours, {}, 1e300).keys() == {"q.weight", "q.bias"}
+
+
 def test_a_gradient_that_one_order_makes_alone_is_wrong_unless_both_have_none() -> None:
     one: dict[str, Digest] = {"a.weight": digest(values(5))}
     assert wrong_gradients(one, {}) == wrong_gradients({}, one) == {"a.weight": math.inf}
@@ -107,3 +118,15 @@ def test_what_parametrizes_a_weight_belongs_to_its_module() -> None:
         {"k.parametrizations.weight.original0": digest(values(99)), "k.bias": digest(1e-7 * values(3, seed))} for seed in (1, 2)
     ]
     assert wrong_gradients(*both) == {}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-6, 1e-7, 1e-8, 1e-9])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_rounding_to_fp16_is_no_difference_of_a_sum_however_small(scale: float, count: int) -> None:
+    """But one left out is, as far as fp16 has numbers for it."""
+    parts = [values(3000, seed) * scale for seed in range(count)]
+    rounded = [part.half().float() for part in parts]
+    total = digest(sum(rounded, torch.zeros(3000)), torch.float16)
+    assert distance_from_sum(total, [digest(part) for part in parts]) <= total.tolerance
+    less = digest(sum(rounded[1:], torch.zeros(3000)), torch.float16)
+    assert scale < 1e-5 or distance_from_sum(less, [digest(part) for part in parts]) > 0.2

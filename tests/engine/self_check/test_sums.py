@@ -133,6 +133,23 @@ def test_it_agrees_with_each_kind_of_sum(
     assert "they agree" in capsys.readouterr().out
 
 
+class Faint(Base):
+    """Its gradients have no multiple of fp16's smallest number near them, or are rounded to 0 there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 1e-6
+
+
+IN_FP16 = ({"communication_data_type": "fp16"}, {"data_types": {"grad_accum_dtype": "fp16"}})
+
+
+@pytest.mark.parametrize("top", IN_FP16, ids=str)
+def test_it_agrees_with_sums_next_to_0_in_fp16(tmp_path: Path, capsys: pytest.CaptureFixture[str], top: dict[str, Any]) -> None:
+    with running(config_in(tmp_path, section={"self_check": True}, **top), Faint, vertical=True) as (engine, _):
+        engine.train_batch(iter(batches(1)[0]))
+    assert "they agree" in capsys.readouterr().out
+
+
 def test_in_bf16_a_sum_in_fp32_is_held_to_fp32(tmp_path: Path, monkeypatch: Patch) -> None:
     """The gradients have bf16's rounding, and their sum has not."""
     rounds_each_addition(monkeypatch)
