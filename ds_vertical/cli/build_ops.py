@@ -53,8 +53,9 @@ def _compile(missing: Sequence[str], num_needed: int, own: bool) -> tuple[list[s
     raises what DeepSpeed raises for one that nothing stands in for."""
     cache.say(f"{len(missing)} of {num_needed} ops are to be compiled: {', '.join(missing)}")
     cache.activate()
-    with cache.architectures_readable():  # says once what is left out of them, or refuses them
-        pass
+    for name in missing:
+        with cache.architectures_readable(load.needed_ops()[name]()):  # says once what is left out of them, or refuses them
+            pass
     most = side_by_side.most_at_once() if own else 1
     first = [name for name in missing if name == load.LINKED_BY_OTHERS]
     others = [name for name in missing if name not in first]

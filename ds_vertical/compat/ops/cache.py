@@ -263,11 +263,13 @@ def _said_architectures(named: str) -> str:
 
 
 @contextlib.contextmanager
-def architectures_readable() -> Iterator[None]:
+def architectures_readable(builder: OpBuilder) -> Iterator[None]:
     """Within the block the variable is one that DeepSpeed reads. Other code in this process finds what the user has written,
-    and so does whatever asks for this cache's key. Raises ConfigError."""
+    and so does whatever asks for this cache's key. Only a CUDAOpBuilder of DeepSpeed's reads it. Raises ConfigError."""
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
     named = os.environ.get(ARCHITECTURES)
-    if not named or accelerator_name() != "cuda":
+    if not named or accelerator_name() != "cuda" or not isinstance(builder, CUDAOpBuilder):
         yield
         return
     os.environ[ARCHITECTURES] = _said_architectures(named)
@@ -285,7 +287,7 @@ def _compile(stock_load: StockLoad, builder: OpBuilder, op_folder: Path) -> Modu
     start = time.monotonic()
     try:
         log.write_text("")
-        with architectures_readable(), _stdout_into(log), _heartbeat(builder.name, log):
+        with architectures_readable(builder), _stdout_into(log), _heartbeat(builder.name, log):
             module = stock_load(builder, True)
     except Exception:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
@@ -317,7 +319,7 @@ def _load(stock_load: StockLoad, builder: OpBuilder, verbose: bool) -> ModuleTyp
     op_folder = extensions / builder.name
     if not is_own_folder():  # we only keep the compile visible
         wait_for_lock(op_folder / "lock")
-        with architectures_readable():
+        with architectures_readable(builder):
             return stock_load(builder, verbose)
     library = ready_library(builder.name)
     if library is None:

@@ -144,7 +144,7 @@ def test_build_ops_tells_stand_ins_from_what_nothing_stands_in_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stand_in = "broken_stand_in"
-    monkeypatch.setattr(load, "needed_ops", lambda: dict.fromkeys([load.LINKED_BY_OTHERS, "one", "broken", stand_in]))
+    monkeypatch.setattr(load, "needed_ops", lambda: dict.fromkeys([load.LINKED_BY_OTHERS, "one", "broken", stand_in], object))
     monkeypatch.setattr(build_ops, "_with_stand_in", lambda: {stand_in: lambda: None})
     monkeypatch.setattr(build_ops, "_command", lambda name, pid: compiling(folder, 2, name, pid))
     alone: list[str] = []
