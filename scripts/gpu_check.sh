@@ -33,17 +33,28 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} DS_ACCELERATOR=cuda
 answers=() # to Ctrl-C, which what a script starts in the background ignores; older ones of env cannot change that
 env --default-signal=INT true 2>/dev/null && answers=(env --default-signal=INT)
 
+reserve_s=30 # of the stage's time, to answer in
+case $stage in ab*) reserve_s=70 ;; esac # twice launch.py's _GRACE_S, and the rest
+usage= group= # process ids of what an end of this script is to end
+trap '[ -z "$usage$group" ] || kill -TERM -- ${usage:+"$usage"} ${group:+"-$group"} 2>/dev/null || true' EXIT
+
 run() { # one command, within what is left of the stage's time
     printf '%s\n' "$*"
     [ -z "$prints" ] || return 0
-    if [ "$SECONDS" -ge "$limit_s" ]; then # 0 would be no limit to timeout
+    if [ "$SECONDS" -ge $((limit_s - reserve_s)) ]; then # 0 would be no limit to timeout
         echo "gpu_check.sh: the stage's $limit_s seconds are over" >&2
         exit 124
     fi
-    local left=$((limit_s - SECONDS))
-    [ "$left" -le 60 ] || left=$((left - 30)) # Ctrl-C first, and time to answer: pytest then tells what has failed so far
-    # Ctrl-C to this process alone, once: a second one would cut pytest's answer off; then an end to all that it has started
-    timeout -s KILL $((left + 20)) "${answers[@]}" timeout --foreground -s INT "$left" "$@"
+    local status=0
+    # Ctrl-C to this process alone, once: a second one would cut pytest's answer off, which tells what has failed so far. Behind
+    # it an end to what is left of its group; ab's arms have groups of their own, which ab ends in the reserve.
+    setsid "${answers[@]}" timeout --foreground -s INT -k $((reserve_s - 5)) $((limit_s - reserve_s - SECONDS)) "$@" &
+    group=$!
+    wait "$group" || status=$?
+    kill -KILL -- "-$group" 2>/dev/null || true
+    group=
+    [ "$status" -ne 137 ] || [ "$SECONDS" -lt $((limit_s - reserve_s)) ] || status=124 # killed by timeout
+    return "$status"
 }
 
 [ -z "$wheels" ] || run "$python" -m pip install --no-index --no-deps "$wheels"/*.whl
@@ -59,7 +70,7 @@ run() { # one command, within what is left of the stage's time
 #   ab4, 2.7 billion, 2 steps:   stock 84 + 2 * 84 s, vertical 84 + 22 + 2 * 43 s: 444 s
 #   ab16, 1.3 billion, 3 steps:  stock 56 + 3 * 82 s, vertical 56 + 11 + 3 * 21 s: 432 s
 compare() { # micro-batches, steps, layers, width, inner width, heads
-    local config=configs/llama_3_8b_gpu.json steps=$2 usage=
+    local config=configs/llama_3_8b_gpu.json steps=$2
     local settings=(gradient_accumulation_steps="$1" gradient_clipping=0.0 'vertical_schedule.on_nonfinite="stop"')
     local script=(scripts/train.py --model llama --seq 2048 --dims num_hidden_layers="$3" hidden_size="$4"
         intermediate_size="$5" num_attention_heads="$6" num_key_value_heads="$6" vocab_size=32000)
@@ -72,14 +83,11 @@ compare() { # micro-batches, steps, layers, width, inner width, heads
     elif [ -z "$prints" ]; then
         nvidia-smi --query-gpu=timestamp,utilization.gpu,memory.used --format=csv -l 1 >"$out/usage.csv" &
         usage=$!
-        # shellcheck disable=SC2064  # the number of now
-        trap "kill $usage 2>/dev/null || true" EXIT
     fi
     local sets=()
     for each in "${settings[@]}"; do sets+=(--set "$each"); done
     run "$python" -m ds_vertical.cli.main ab --config "$config" "${sets[@]}" --steps "$steps" --no-bound --out "$out/ab" \
         -- "${script[@]}"
-    [ -z "$usage" ] || kill "$usage" 2>/dev/null || true
     [ -n "$dry" ] || run "$python" benchmarks/portable.py "$out/ab/ab.json" "benchmarks/gpu/${stage}_$(date +%F).json"
 }
 

@@ -67,10 +67,22 @@ def test_a_command_is_asked_once_to_end_ahead_of_the_stages_limit(tmp_path: Path
     python.chmod(0o755)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
     try:
-        done = check("--stage", "debug", "--dry-run", "--out", str(tmp_path), PYTHON=str(python), LIMIT_S="2")
+        done = check("--stage", "debug", "--dry-run", "--out", str(tmp_path), PYTHON=str(python), LIMIT_S="32")  # 30 of them are the reserve
     finally:
         signal.signal(signal.SIGINT, before)
     assert done.returncode == 124 and done.stdout.splitlines()[1:] == ["asked"], done.stdout + done.stderr
+
+
+def test_what_a_command_has_left_behind_is_ended_too(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/bash\nsleep 300 >/dev/null 2>&1 &\necho $!\n")
+    python.chmod(0o755)
+    done = check("--stage", "debug", "--dry-run", "--out", str(tmp_path), PYTHON=str(python))
+    left = [int(line) for line in done.stdout.splitlines() if line.isdecimal()]
+    assert done.returncode == 0 and left, done.stdout + done.stderr
+    for process in left:
+        state = Path(f"/proc/{process}/stat")
+        assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
 def test_the_gpus_tests_are_named_as_they_end() -> None:
