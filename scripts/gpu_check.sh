@@ -59,16 +59,21 @@ run() { # one command, within what is left of the stage's time
 
 [ -z "$wheels" ] || run "$python" -m pip install --no-index --no-deps "$wheels"/*.whl
 [ -n "$prints" ] || mkdir -p "$out"
+# Ahead of all else, several at a time: engines compile ops one after the other, which took 159 s for CUDA and 201 s for the CPU
+# on 16 cores. Of four at a time 80 s and 100 s are assumed.
+[ "$stage" != tests ] || run env DS_ACCELERATOR=cpu "$python" -m ds_vertical.cli.main build-ops
+run "$python" -m ds_vertical.cli.main build-ops
 
 # both arms: no clipping and on_nonfinite "stop", so that 64 GiB of disk hold one generation of files
 #
 # How many steps fit, by bytes over rates. An SSD of 1.5 GB/s read and 1.8 GB/s write, as the machine of 2026-11-26 had: stock
 # reads 4 M + 16 bytes a parameter and step and writes 18, both counted there, so it takes 31 s for 10^9 parameters at M = 4 and
-# 63 s at M = 16 (at M = 4 35 and 28 s were measured, of 0.17 and of 0.54 billion). The vertical arm reads 12 and writes 14: 16 s
-# one after the other; 10 s were measured, of 0.17 billion. An arm's set-up: 30 s were measured; 20 s more for 10^9 parameters,
-# whose files it writes, are assumed. The first step is not counted, and the vertical arm compares two micro-batches ahead of it.
-#   ab4, 2.7 billion, 2 steps:   stock 84 + 2 * 84 s, vertical 84 + 22 + 2 * 43 s: 444 s
-#   ab16, 1.3 billion, 3 steps:  stock 56 + 3 * 82 s, vertical 56 + 11 + 3 * 21 s: 432 s
+# 63 s at M = 16 (at M = 4 35 and 28 s were measured, of 0.17 and of 0.54 billion). The vertical arm reads 12 and writes 14: 16
+# s one after the other; 10 s were measured, of 0.17 billion. An arm's set-up: 30 s were measured; 20 s more for 10^9 parameters,
+# whose files it writes, are assumed. The first step is not counted; the vertical arm compares two micro-batches ahead of it.
+# With the ops, and 70 s in reserve, of 600 s:
+#   ab4, 2.2 billion, 2 steps:   80 s, stock 74 + 2 * 68 s, vertical 74 + 18 + 2 * 35 s: 452 s
+#   ab16, 1.3 billion, 2 steps:  80 s, stock 56 + 2 * 82 s, vertical 56 + 11 + 2 * 21 s: 409 s
 compare() { # micro-batches, steps, layers, width, inner width, heads
     local config=configs/llama_3_8b_gpu.json steps=$2
     local settings=(gradient_accumulation_steps="$1" gradient_clipping=0.0 'vertical_schedule.on_nonfinite="stop"')
@@ -105,6 +110,6 @@ case $stage in
         run env DS_ACCELERATOR=cpu TORCH_CUDA_SANITIZER=1 "$python" -m pytest -v --tb=short -p no:cacheprovider \
             "${workers[@]}" "${only[@]}" ;;
     debug) run "$python" scripts/gpu_waits.py --config configs/gpt_13m_cpu.json --model gpt_13m ;;
-    ab4) compare 4 2 32 2560 6912 20 ;;  # 2.7 B parameters
-    ab16) compare 16 3 24 2048 5504 16 ;;  # 1.3 B
+    ab4) compare 4 2 26 2560 6912 20 ;;  # 2.2 B parameters
+    ab16) compare 16 2 24 2048 5504 16 ;;  # 1.3 B
 esac
