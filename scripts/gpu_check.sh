@@ -102,7 +102,7 @@ case $stage in
         mapfile -t only < <(grep -rl 'mark\.gpu' tests --include='test_*.py' | sort)
         only=(-m gpu "${only[@]}")
         [ -z "$dry" ] || only=(--collect-only tests/engine/test_gpu_engine.py)
-        workers=() cores=$(nproc) # most tests are a process or two that set an engine up
+        workers=() cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # most tests are a process or two that set an engine up
         if "$python" -c 'import xdist' 2>/dev/null && [ "$cores" -ge 4 ]; then
             workers=(-n $((cores < 16 ? cores / 2 : 8)))
         fi
