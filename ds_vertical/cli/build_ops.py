@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ds_vertical.compat.ops import cache, load, side_by_side
@@ -15,6 +17,38 @@ from ds_vertical.compat.ops import cache, load, side_by_side
 def main(argv: list[str] | None = None) -> int:
     """`ds-vertical build-ops`: compile what is missing; DeepSpeed and torch are imported only where something is."""
     options = _parse(argv)
+    with _terminations_raised():
+        return _build(options)
+
+
+@contextlib.contextmanager
+def _terminations_raised() -> Iterator[None]:
+    """SIGTERM ends the compilers, too, and becomes SystemExit, so that locks are let go of."""
+
+    def end(number: int, _: object) -> None:
+        for process in _below(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGTERM)
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def _below(process: int) -> list[int]:
+    """Ids of the processes that a process has started, of those that these have, and so on."""
+    found: list[int] = []
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended since
+            for child in path.read_text().split():
+                found += [int(child), *_below(int(child))]
+    return found
+
+
+def _build(options: argparse.Namespace) -> int:
     start = time.monotonic()
     cache.set_environment()
     needed = load.needed_ops()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -116,6 +117,35 @@ def test_an_interrupt_ends_all_of_them(folder: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text().split()[0]), 0)
     assert build_lock.builder(cache.cache_folder()) is None
+
+
+def test_a_termination_ends_the_compilers_and_lets_go_of_the_turn(folder: Path) -> None:
+    code = f"""
+import subprocess
+from ds_vertical.cli import build_ops
+from ds_vertical.compat.ops import build_lock, cache
+
+def build(_):
+    with build_lock.build_turn(cache.cache_folder()):
+        compiler = "sleep 300 & echo $! >{folder}/part; mv {folder}/part {folder}/compiler; wait"
+        subprocess.run(["bash", "-c", compiler])
+
+build_ops._build = build
+build_ops.main([])
+"""
+    building = subprocess.Popen([sys.executable, "-c", code])
+    end = time.monotonic() + 60
+    while not (folder / "compiler").exists():
+        assert time.monotonic() < end and building.poll() is None
+        time.sleep(0.02)
+    assert build_lock.builder(cache.cache_folder()) is not None
+    building.terminate()
+    assert building.wait(60) == 128 + signal.SIGTERM
+    assert not list(cache.cache_folder().glob("builder.host")) and build_lock.builder(cache.cache_folder()) is None
+    compiler = Path("/proc", (folder / "compiler").read_text().strip(), "stat")
+    while compiler.exists() and compiler.read_text().split()[2] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_a_process_whose_holder_is_gone_takes_a_turn_of_its_own(folder: Path) -> None:
