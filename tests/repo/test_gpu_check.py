@@ -67,7 +67,7 @@ def test_a_command_is_asked_once_to_end_ahead_of_the_stages_limit(tmp_path: Path
     python.chmod(0o755)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
     try:
-        done = check("--stage", "debug", "--dry-run", "--out", str(tmp_path), PYTHON=str(python), LIMIT_S="32")  # 30 of them are the reserve
+        done = check("--stage", "debug", "--dry-run", "--out", str(tmp_path), PYTHON=str(python), LIMIT_S="32")  # 30 in reserve
     finally:
         signal.signal(signal.SIGINT, before)
     assert done.returncode == 124 and done.stdout.splitlines()[1:] == ["asked"], done.stdout + done.stderr
