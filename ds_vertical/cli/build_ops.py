@@ -55,7 +55,7 @@ def _build(options: argparse.Namespace) -> int:
     if options.only:
         cache.join_turn(options.within)
         cache.activate()
-        return int(_is_stand_in(_load(options.only)))
+        return side_by_side.STAND_IN if _is_stand_in(_load(options.only)) else 0
     for name in needed if options.force else ():
         cache.forget(name)
     own = cache.is_own_folder()
@@ -93,13 +93,11 @@ def _compile(missing: Sequence[str], num_needed: int, own: bool) -> tuple[list[s
     most = side_by_side.most_at_once() if own else 1
     first = [name for name in missing if name == load.LINKED_BY_OTHERS]
     others = [name for name in missing if name not in first]
-    if most == 1 or len(others) == 1:
+    if most == 1 or len(others) <= 1:
         return [name for name in missing if _is_stand_in(_load(name))], []
     for name in first:
         _load(name)
-    lost = side_by_side.compile_side_by_side(others, most, _command)
-    slow = [name for name in lost if name in _with_stand_in()]
-    return slow, [name for name in lost if name not in slow]
+    return side_by_side.compile_side_by_side(others, most, _command)
 
 
 def _command(name: str, pid: int) -> list[str]:

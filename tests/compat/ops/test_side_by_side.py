@@ -31,6 +31,10 @@ def compile_it(builder, verbose):
     assert f"process {holder} on " in build_lock.builder(cache.cache_folder())
     while len(list(folder.glob("*.begun"))) < together:
         time.sleep(0.02)
+    if name == "killed_stand_in":
+        os.kill(os.getpid(), 9)  # as where memory is short
+    if name == "broken_stand_in":
+        sys.exit(17)
     if name.startswith("broken"):
         os.write(1, b"error: on purpose\\n")
         raise RuntimeError("ninja")
@@ -66,8 +70,8 @@ def test_ops_are_compiled_at_the_same_time_within_one_turn(folder: Path, capfd: 
     (cache.jit_folder() / "known.so").touch()
     cache._record_ready(cache.jit_folder() / "known.so", 1.0)
     names = ["one", "broken", "known", "two", "three"]
-    failed = side_by_side.compile_side_by_side(names, 2, lambda name, pid: compiling(folder, 2, name, pid))
-    assert failed == ["broken"]
+    slow, failed = side_by_side.compile_side_by_side(names, 2, lambda name, pid: compiling(folder, 2, name, pid))
+    assert slow == [] and failed == ["broken"]
     begun = {path.stem: path.read_text().split() for path in folder.glob("*.begun")}
     assert set(begun) == {"one", "broken", "two", "three"}  # by processes of their own, two files each
     assert len({pid for pid, _ in begun.values()}) == 4 and {jobs for _, jobs in begun.values()} == {"2"}
@@ -100,7 +104,7 @@ cache._load(lambda *_: print("compiled"), SimpleNamespace(name="one"), True)
             others.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True))
         return compiling(folder, 3, name, pid)
 
-    assert side_by_side.compile_side_by_side(["one", "two"], 2, command) == []
+    assert side_by_side.compile_side_by_side(["one", "two"], 2, command) == ([], [])
     said = others[0].communicate(timeout=60)[0].splitlines()
     assert f"waiting for the other builder (process {os.getpid()} on " in said[0] and said[-1] == "found one"
 
@@ -173,16 +177,19 @@ if os.fork() == 0:
 def test_build_ops_tells_stand_ins_from_what_nothing_stands_in_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in = "broken_stand_in"
-    monkeypatch.setattr(load, "needed_ops", lambda: dict.fromkeys([load.LINKED_BY_OTHERS, "one", "broken", stand_in], object))
-    monkeypatch.setattr(build_ops, "_with_stand_in", lambda: {stand_in: lambda: None})
+    stand_in, killed = "broken_stand_in", "killed_stand_in"
+    names = [load.LINKED_BY_OTHERS, "one", "broken", stand_in, killed]
+    monkeypatch.setattr(load, "needed_ops", lambda: dict.fromkeys(names, object))
+    monkeypatch.setattr(build_ops, "_with_stand_in", lambda: dict.fromkeys([stand_in, killed], lambda: None))
     monkeypatch.setattr(build_ops, "_command", lambda name, pid: compiling(folder, 2, name, pid))
     alone: list[str] = []
     monkeypatch.setattr(build_ops, "_load", alone.append)
     assert build_ops.main([]) == 1
     assert alone == [load.LINKED_BY_OTHERS]  # here, ahead of those that load it
     said = capfd.readouterr()
-    assert "broken: not compiled; the compiler's words are above" in said.err and "are ready" not in said.out
+    [failed] = [line for line in said.err.splitlines() if "not compiled; the compiler's words are above" in line]
+    assert set(failed.partition(":")[0].split(", ")) == {"broken", killed}
+    assert "are ready" not in said.out
     assert f"{stand_in}: not compiled, slower stand-ins work in their place" in said.err
 
 
