@@ -70,7 +70,8 @@ run "$python" -m ds_vertical.cli.main build-ops
 # reads 4 M + 16 bytes a parameter and step and writes 18, both counted there, so it takes 31 s for 10^9 parameters at M = 4 and
 # 63 s at M = 16 (at M = 4 35 and 28 s were measured, of 0.17 and of 0.54 billion). The vertical arm reads 12 and writes 14: 16
 # s one after the other; 10 s were measured, of 0.17 billion. An arm's set-up: 30 s were measured; 20 s more for 10^9
-# parameters, whose files it writes, are assumed. The first step is not counted; the vertical arm compares two micro-batches ahead of it.
+# parameters, whose files it writes, are assumed. The first step is not counted; ahead of it the vertical arm compares two
+# micro-batches.
 # With the ops, and 70 s in reserve, of 600 s:
 #   ab4, 2.2 billion, 2 steps:   80 s, stock 74 + 2 * 68 s, vertical 74 + 18 + 2 * 35 s: 452 s
 #   ab16, 1.3 billion, 2 steps:  80 s, stock 56 + 2 * 82 s, vertical 56 + 11 + 2 * 21 s: 409 s
