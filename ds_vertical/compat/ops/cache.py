@@ -240,7 +240,7 @@ def _stdout_into(log: Path) -> Iterator[None]:
 
 def readable_architectures(named: str) -> str:
     """A TORCH_CUDA_ARCH_LIST as DeepSpeed's builder reads it: without the letters of "9.0a" and "10.0f". They ask for what one
-    architecture alone has, in code for a GPU, and no op that is compiled here has such code. Raises ConfigError for words."""
+    architecture alone has, in code for a GPU, and none of ours has such code. Raises ConfigError for words."""
     found = []
     for each in named.replace(";", " ").split():
         known = re.fullmatch(r"(\d+\.\d+)[a-z]?(\+PTX)?", each)
@@ -301,12 +301,14 @@ _holders_of_turn: list[int] = []  # process ids
 
 
 def join_turn(holder: int) -> None:
-    """Compile from now on in the turn that the process `holder`, which has started this one, holds until this one ends."""
+    """Compile from now on in the turn that the process `holder`, which this one was started for, holds until this one ends."""
     _holders_of_turn[:] = [holder]
 
 
 def _in_turn() -> bool:
-    return os.getppid() in _holders_of_turn  # one that was killed holds nothing any more
+    """Whether the turn is still that of the holder: one that was killed holds nothing any more."""
+    who = builder_of(cache_folder()) if _holders_of_turn else None
+    return who is not None and any(who.startswith(f"process {holder} on ") for holder in _holders_of_turn)
 
 
 def _turn() -> contextlib.AbstractContextManager[None]:
@@ -327,6 +329,8 @@ def _load(stock_load: StockLoad, builder: OpBuilder, verbose: bool) -> ModuleTyp
             library = ready_library(builder.name)
             if library is None:
                 wait_for_lock(op_folder / "lock")
+                library = ready_library(builder.name)  # a process beside this one may have compiled it within this turn
+            if library is None:
                 start = time.monotonic()
                 module = _compile(stock_load, builder, op_folder)
                 _record_ready(op_folder / f"{builder.name}.so", time.monotonic() - start)
