@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ds_vertical.compat.ops import cache, load, side_by_side
@@ -15,13 +17,45 @@ from ds_vertical.compat.ops import cache, load, side_by_side
 def main(argv: list[str] | None = None) -> int:
     """`ds-vertical build-ops`: compile what is missing; DeepSpeed and torch are imported only where something is."""
     options = _parse(argv)
+    with _terminations_raised():
+        return _build(options)
+
+
+@contextlib.contextmanager
+def _terminations_raised() -> Iterator[None]:
+    """SIGTERM ends the compilers, too, and becomes SystemExit, so that locks are let go of."""
+
+    def end(number: int, _: object) -> None:
+        for process in _below(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGTERM)
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def _below(process: int) -> list[int]:
+    """Ids of the processes that a process has started, of those that these have, and so on."""
+    found: list[int] = []
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended since
+            for child in path.read_text().split():
+                found += [int(child), *_below(int(child))]
+    return found
+
+
+def _build(options: argparse.Namespace) -> int:
     start = time.monotonic()
     cache.set_environment()
     needed = load.needed_ops()
     if options.only:
         cache.join_turn(options.within)
         cache.activate()
-        return int(_is_stand_in(_load(options.only)))
+        return side_by_side.STAND_IN if _is_stand_in(_load(options.only)) else 0
     for name in needed if options.force else ():
         cache.forget(name)
     own = cache.is_own_folder()
@@ -53,18 +87,17 @@ def _compile(missing: Sequence[str], num_needed: int, own: bool) -> tuple[list[s
     raises what DeepSpeed raises for one that nothing stands in for."""
     cache.say(f"{len(missing)} of {num_needed} ops are to be compiled: {', '.join(missing)}")
     cache.activate()
-    with cache.architectures_readable():  # says once what is left out of them, or refuses them
-        pass
+    for name in missing:
+        with cache.architectures_readable(load.needed_ops()[name]()):  # says once what is left out of them, or refuses them
+            pass
     most = side_by_side.most_at_once() if own else 1
     first = [name for name in missing if name == load.LINKED_BY_OTHERS]
     others = [name for name in missing if name not in first]
-    if most == 1 or len(others) == 1:
+    if most == 1 or len(others) <= 1:
         return [name for name in missing if _is_stand_in(_load(name))], []
     for name in first:
         _load(name)
-    lost = side_by_side.compile_side_by_side(others, most, _command)
-    slow = [name for name in lost if name in _with_stand_in()]
-    return slow, [name for name in lost if name not in slow]
+    return side_by_side.compile_side_by_side(others, most, _command)
 
 
 def _command(name: str, pid: int) -> list[str]:

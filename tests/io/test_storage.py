@@ -191,6 +191,19 @@ time.sleep(60)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_removal_that_is_cut_off_leaves_the_signals_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Folder:
+        def release(self) -> None:
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_dir, "_claimed", {"one": Folder()})
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        run_dir.release_all()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_dead_owners_lock_is_taken_over(tmp_path: Path, job: Callable[..., Job], caplog: pytest.LogCaptureFixture) -> None:
     dead = job(tmp_path, "run1", 0, "kill")
     assert dead.finish() == -signal.SIGKILL

@@ -240,7 +240,7 @@ def _stdout_into(log: Path) -> Iterator[None]:
 
 def readable_architectures(named: str) -> str:
     """A TORCH_CUDA_ARCH_LIST as DeepSpeed's builder reads it: without the letters of "9.0a" and "10.0f". They ask for what one
-    architecture alone has, in code for a GPU, and no op that is compiled here has such code. Raises ConfigError for words."""
+    architecture alone has, in code for a GPU, and none of ours has such code. Raises ConfigError for words."""
     found = []
     for each in named.replace(";", " ").split():
         known = re.fullmatch(r"(\d+\.\d+)[a-z]?(\+PTX)?", each)
@@ -263,11 +263,13 @@ def _said_architectures(named: str) -> str:
 
 
 @contextlib.contextmanager
-def architectures_readable() -> Iterator[None]:
+def architectures_readable(builder: OpBuilder) -> Iterator[None]:
     """Within the block the variable is one that DeepSpeed reads. Other code in this process finds what the user has written,
-    and so does whatever asks for this cache's key. Raises ConfigError."""
+    and so does whatever asks for this cache's key. Only a CUDAOpBuilder of DeepSpeed's reads it. Raises ConfigError."""
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
     named = os.environ.get(ARCHITECTURES)
-    if not named or accelerator_name() != "cuda":
+    if not named or accelerator_name() != "cuda" or not isinstance(builder, CUDAOpBuilder):
         yield
         return
     os.environ[ARCHITECTURES] = _said_architectures(named)
@@ -285,7 +287,7 @@ def _compile(stock_load: StockLoad, builder: OpBuilder, op_folder: Path) -> Modu
     start = time.monotonic()
     try:
         log.write_text("")
-        with architectures_readable(), _stdout_into(log), _heartbeat(builder.name, log):
+        with architectures_readable(builder), _stdout_into(log), _heartbeat(builder.name, log):
             module = stock_load(builder, True)
     except Exception:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
@@ -299,12 +301,14 @@ _holders_of_turn: list[int] = []  # process ids
 
 
 def join_turn(holder: int) -> None:
-    """Compile from now on in the turn that the process `holder`, which has started this one, holds until this one ends."""
+    """Compile from now on in the turn that the process `holder`, which this one was started for, holds until this one ends."""
     _holders_of_turn[:] = [holder]
 
 
 def _in_turn() -> bool:
-    return os.getppid() in _holders_of_turn  # one that was killed holds nothing any more
+    """Whether the turn is still that of the holder: one that was killed holds nothing any more."""
+    who = builder_of(cache_folder()) if _holders_of_turn else None
+    return who is not None and any(who.startswith(f"process {holder} on ") for holder in _holders_of_turn)
 
 
 def _turn() -> contextlib.AbstractContextManager[None]:
@@ -317,7 +321,7 @@ def _load(stock_load: StockLoad, builder: OpBuilder, verbose: bool) -> ModuleTyp
     op_folder = extensions / builder.name
     if not is_own_folder():  # we only keep the compile visible
         wait_for_lock(op_folder / "lock")
-        with architectures_readable():
+        with architectures_readable(builder):
             return stock_load(builder, verbose)
     library = ready_library(builder.name)
     if library is None:
@@ -325,6 +329,8 @@ def _load(stock_load: StockLoad, builder: OpBuilder, verbose: bool) -> ModuleTyp
             library = ready_library(builder.name)
             if library is None:
                 wait_for_lock(op_folder / "lock")
+                library = ready_library(builder.name)  # a process beside this one may have compiled it within this turn
+            if library is None:
                 start = time.monotonic()
                 module = _compile(stock_load, builder, op_folder)
                 _record_ready(op_folder / f"{builder.name}.so", time.monotonic() - start)

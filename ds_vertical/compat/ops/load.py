@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_vertical.compat.ops import cache
+from ds_vertical.errors import ConfigError
 from ds_vertical.io.aio import DiskQueue, NativeQueue, Observer
 from ds_vertical.io.runs import stripes
 
@@ -197,6 +198,8 @@ def free_adam() -> AdamModule:
     try:
         module: Any = FREE_ADAM.builder().load(verbose=False)
         return module
+    except ConfigError:
+        raise
     except Exception as error:
         warnings.warn(
             f"ds_vertical: {CSRC / FREE_ADAM.source} could not be compiled or loaded ({_first_line(error)});"
@@ -229,6 +232,8 @@ def checked_aio() -> AioModule:
     try:
         module: Any = CHECKED_AIO.builder().load(verbose=False)
         return module
+    except ConfigError:
+        raise
     except Exception as error:
         raise RuntimeError(
             f"{CSRC / CHECKED_AIO.source} could not be compiled or loaded ({_first_line(error)}); install libaio's headers"
@@ -262,6 +267,8 @@ def identity_node() -> Callable[[torch.Tensor], torch.Tensor] | None:
     try:
         module: Any = IDENTITY_NODE.builder().load(verbose=False)
         return module.joint
+    except ConfigError:
+        raise
     except Exception as error:
         warnings.warn(
             f"ds_vertical: {CSRC / IDENTITY_NODE.source} could not be compiled or loaded ({_first_line(error)}); nodes"
@@ -296,6 +303,8 @@ def block_quantizer() -> QuantizeModule | None:
     try:
         module: Any = BLOCK_QUANTIZE.builder().load(verbose=False)
         return module
+    except ConfigError:
+        raise
     except Exception as error:
         warnings.warn(
             f"ds_vertical: {CSRC / BLOCK_QUANTIZE.source} could not be compiled or loaded ({_first_line(error)}); torch stands"

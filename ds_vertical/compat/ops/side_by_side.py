@@ -15,6 +15,7 @@ from ds_vertical.compat.ops import cache
 from ds_vertical.compat.ops.build_lock import build_turn, say
 
 FILES_EACH = 2  # of one op that are compiled at the same time, of those that MAX_JOBS allows
+STAND_IN = 17  # the status of a process that has not compiled its op, and has found something slower in its place
 _POLL_S = 0.1
 
 
@@ -24,13 +25,16 @@ def most_at_once() -> int:
     return max(1, int(jobs) // FILES_EACH) if jobs.isdecimal() else 1
 
 
-def compile_side_by_side(names: Sequence[str], most: int, command: Callable[[str, int], Sequence[str]]) -> list[str]:
-    """Compile the ops of these names, up to `most` at a time; those whose process has failed. One that another process has
-    compiled by the time that this one has its turn is left out.
+def compile_side_by_side(
+    names: Sequence[str], most: int, command: Callable[[str, int], Sequence[str]]
+) -> tuple[list[str], list[str]]:
+    """Compile the ops of these names, up to `most` at a time. Returns those that have a slower stand-in, and those that failed
+    otherwise. One that another process has compiled by the time that this one has its turn is left out.
 
     `command`: of a name and the id of this process, what compiles that op within this process's turn (`cache.join_turn`). It
     prints to this one's standard error. An interrupt ends all of them.
     """
+    slow: list[str] = []
     failed: list[str] = []
     running: dict[str, subprocess.Popen[bytes]] = {}
     environment = os.environ | {"MAX_JOBS": str(FILES_EACH)}
@@ -44,11 +48,11 @@ def compile_side_by_side(names: Sequence[str], most: int, command: Callable[[str
                     running[name] = subprocess.Popen(command(name, os.getpid()), env=environment)
                 time.sleep(_POLL_S)
                 for name in [name for name, process in running.items() if process.poll() is not None]:
-                    if running.pop(name).returncode:
-                        failed.append(name)
+                    if status := running.pop(name).returncode:
+                        (slow if status == STAND_IN else failed).append(name)
         finally:
             for process in running.values():
                 process.terminate()
             for process in running.values():
                 process.wait()
-    return failed
+    return slow, failed

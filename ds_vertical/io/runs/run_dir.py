@@ -343,13 +343,15 @@ def release_all() -> None:
     send SIGTERM again meanwhile: the process is ending by then, and ends with what has been removed."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if is_main else None
-    for folder in list(_claimed.values()):
-        try:
-            folder.release()
-        except StorageError as error:
-            logger.error("%s", error)
-    if before is not None:
-        signal.signal(signal.SIGTERM, before)
+    try:
+        for folder in list(_claimed.values()):
+            try:
+                folder.release()
+            except StorageError as error:
+                logger.error("%s", error)
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)  # None: it was not set from Python
 
 
 def _forget_in_child() -> None:

@@ -5,8 +5,9 @@ compared all at once, and single ones only where that comparison fails.
 
 [Note: a device's answers] Whether a tensor on a device beside the host holds other bits, only the device can tell: torch counts
 not all writes. It compares them as they are when it comes to the question, between what it is given before and after, and the
-host would wait for all that it was given before. So a step asks behind each prefix, and looks at the answers once, behind its
-last forward: what has changed is found then, though it be put back meanwhile. Nothing of the step counts by then.
+host would wait for all that it was given before. So a step asks behind each prefix, and looks at the answers twice. Behind its
+first forward, since a loop of the three calls (engine(...), backward, step) has got no outputs by then, and the step can start
+over. And behind its last forward: nothing of the step counts by then. What has changed is found, even if put back meanwhile.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class StepState:
         is_outermost = len(self._ended) in (0, len(self._seeds) - 1)  # the first forward, and the last one
         looks = self._learns or (near is None and (layer is not None or is_outermost))
         is_last = layer is None and len(self._ended) == len(self._seeds) - 1
-        waits = self._learns or is_last  # for a device's answers: none of the step counts before its last forward is over
+        waits = self._learns or layer is None  # for a device's answers: at the end of the first forward and of the last
         found = self.tracked.find(None, whole=is_last, waits=waits) if self._learned.handled and looks else []
         if found and not self._learns:
             raise StateMissed(found[0].item.path)  # which part has changed it the next run shows

@@ -454,6 +454,15 @@ def for_cuda(fresh_facts: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest
     cache._said_architectures.cache_clear()
 
 
+def cuda_builder(name: str) -> Any:
+    """One of DeepSpeed's builders that read the list."""
+    from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
+
+    builder = AsyncIOBuilder()
+    builder.name = name
+    return builder
+
+
 def test_a_compile_finds_architectures_without_letters_and_nobody_else_does(
     for_cuda: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -468,8 +477,9 @@ def test_a_compile_finds_architectures_without_letters_and_nobody_else_does(
         built.touch()
 
     for name in ("one", "two"):
-        cache._load(compile_tiny, SimpleNamespace(name=name), True)
-    assert seen == ["9.0", "9.0"] and os.environ[cache.ARCHITECTURES] == "9.0a"
+        cache._load(compile_tiny, cuda_builder(name), True)
+    cache._load(compile_tiny, SimpleNamespace(name="reads no list"), True)
+    assert seen == ["9.0", "9.0", "9.0a"] and os.environ[cache.ARCHITECTURES] == "9.0a"
     said = capsys.readouterr().err
     assert said.count("TORCH_CUDA_ARCH_LIST is '9.0a', whose letters") == 1 and "compiling for '9.0'" in said
 
@@ -478,7 +488,14 @@ def test_architectures_by_name_are_refused_before_anything_is_compiled(for_cuda:
     for_cuda.setenv(cache.ARCHITECTURES, "8.0;Hopper")
     cache.set_environment()
     with pytest.raises(ConfigError, match=r"TORCH_CUDA_ARCH_LIST: got '8.0;Hopper'; .* write one such as 9.0, .* or unset"):
-        cache._load(lambda *_: pytest.fail("compiled"), SimpleNamespace(name="one"), True)
+        cache._load(lambda *_: pytest.fail("compiled"), cuda_builder("one"), True)
+    for_cuda.setattr(
+        native.OwnOp, "builder", lambda _: SimpleNamespace(load=lambda **_: cache.readable_architectures("Hopper"))
+    )
+    for_cuda.setattr(cache, "activate", lambda: None)
+    for load_own in (native.free_adam, native.checked_aio, native.identity_node, native.block_quantizer):
+        with pytest.raises(ConfigError, match="write one such as"):  # neither a stand-in nor another reason
+            load_own.__wrapped__()
 
 
 # ------------------------------------------------------------------------------------------------------------ real ops
