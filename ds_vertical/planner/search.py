@@ -151,7 +151,7 @@ def choose(
     if not fitting:
         if (less := task.network.with_less_memory) is not None:
             return choose(replace(task, network=less), machine, limits, further)
-        raise PlanError(_shortage(search))
+        raise PlanError(_shortage(replace(search, states=_STATES + _SHARED_STATES)))
     fitting.sort(key=_estimate_s)
     others = [other for c in fitting[:_VARIED] for other in _with_other_collectives(c, task.rounding)]
     fitting = sorted([*fitting, *others], key=_estimate_s)
