@@ -5,7 +5,7 @@ Timing is the planner's choice where the machine has been measured. It never cha
 nothing else. Gradients wait in host memory, which is faster than any SSD, as far as that holds them.
 
 [Note: state in host memory] The JSON has put the optimizer's state on SSD, so a run may fill host memory with it only where the
-JSON says how much the run may use (`host_memory_bytes`). What the machine has free is other people's as well. A run that fits
+JSON says how much the run may use (`host_memory_bytes`), and never more than the machine has free. A run that fits
 without state in memory must fit with it. So the state comes last, when all else that the budget counts has been chosen, and
 takes a part of what is left: the choice of `activations.keep`, and the script, may need some of it. And it takes nothing where
 activations may leave the device, or the device is the host: how many bytes of host memory they then need shows with the first
@@ -24,7 +24,7 @@ from torch import nn
 
 from ds_vertical.config.section import SECTION, VerticalConfig
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.memory_check import Forecast
+from ds_vertical.engine.memory_check import Forecast, machine_room
 from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.model.compiled_blocks import any_compiled
 from ds_vertical.offload.speculation import StepTiming
@@ -123,7 +123,7 @@ def choose_state_share(
         every = ranks.all_gathered(_fitting_states(resolved, forecast_of, room))
         share = max(set.intersection(*map(set, every)), default=0.0)
         held = {1.0: "all", 0.0: "none"}.get(share, "no more")
-        why = f"{USED_BY_STATE:.0%} of what host_memory_bytes leaves beside the rest holds {held} of it"
+        why = f"{USED_BY_STATE:.0%} of what host_memory_bytes and the machine leave beside the rest holds {held} of it"
     reasons = MappingProxyType({**resolved.reasons, _STATE_KEY: f"null: {why}"})
     return replace(resolved, optimizer_host_share=share, reasons=reasons)
 
@@ -146,14 +146,15 @@ def _stay_on_device(activations: ActivationSettings) -> bool:
 
 
 def _fitting_states(resolved: RunSettings, forecast_of: Callable[[RunSettings], Forecast], room: Room) -> list[float]:
-    """The shares of the state, above none, for which this rank has room, also while stock's optimizer is set up."""
+    """The shares of the state, above none, for which this rank has room, by the JSON and on the machine, also while stock's
+    optimizer is set up."""
 
     def needed(share: float) -> int:
         other = forecast_of(replace(resolved, optimizer_host_share=share))
         return max(_needed(other, room), room[1] + other.setup_bytes)
 
     least = needed(0.0)
-    most = least + USED_BY_STATE * (room[0] - least)
+    most = least + USED_BY_STATE * (min(room[0], machine_room()) - least)
     return [share for share in _shares(STATE_SHARES) if share and needed(share) <= most]
 
 

@@ -56,6 +56,7 @@ class StateChoice:
 def two_memories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "is_one_memory", lambda: False)
     monkeypatch.setattr(accelerator, "free_device_bytes", lambda: None)
+    monkeypatch.setattr(memory_check.host, "available_bytes", lambda: 8 * LIMIT)  # whoever else runs here
 
 
 @pytest.mark.usefixtures("two_memories")
@@ -72,9 +73,20 @@ def test_state_takes_a_part_of_what_all_else_leaves_of_host_memory(tmp_path: Pat
         assert found.optimizer_host_share == max([s for s in shares if sizes[s] <= most], default=0.0)
         assert allowed < sizes[0.0] or sizes[found.optimizer_host_share] <= allowed
         told = {0.0: "none", 1.0: "all"}.get(found.optimizer_host_share, "no more")
-        said = f"null: 80% of what host_memory_bytes leaves beside the rest holds {told} of it"
+        said = f"null: 80% of what host_memory_bytes and the machine leave beside the rest holds {told} of it"
         assert found.reasons["optimizer_host_share"] == said
     assert 0.5 <= choice.chosen(enough + 2).optimizer_host_share < 0.6 > choice.chosen(enough - 2).optimizer_host_share > 0.4
+
+
+@pytest.mark.usefixtures("two_memories")
+def test_a_limit_above_what_the_machine_has_free_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is resident, and what is free, is this run's; the JSON's limit is far above both."""
+    choice = StateChoice(tmp_path)
+    none, half, both = (choice.needed(share) for share in (0.0, 0.5, 1.0))
+    monkeypatch.setattr(memory_check.host, "resident_bytes", lambda: none // 2)
+    for free, least, most in ((0, 0.0, 0.0), (2 * both, 1.0, 1.0), (none - none // 2 + (half - none) * 5 // 4 + 2, 0.5, 0.55)):
+        monkeypatch.setattr(memory_check.host, "available_bytes", lambda free=free: free)
+        assert least <= choice.chosen(100 * both).optimizer_host_share <= most
 
 
 @pytest.mark.usefixtures("two_memories")
