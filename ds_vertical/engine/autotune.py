@@ -10,6 +10,10 @@ without state in memory must fit with it. So the state comes last, when all else
 takes a part of what is left: the choice of `activations.keep`, and the script, may need some of it. And it takes nothing where
 activations may leave the device, or the device is the host: how many bytes of host memory they then need shows with the first
 batch, when the state has its place.
+
+[Note: nothing left to step early] Where a share leaves nothing on SSD, all steps wait for the norm. With `optimizer_delay` 0
+none of them is left to the next forward, beside which they would run, so that the whole step would run by itself. A 0 that the
+JSON has is kept, and some state stays on SSD; one that was chosen is dropped.
 """
 
 from __future__ import annotations
@@ -115,17 +119,30 @@ def choose_state_share(
     section: VerticalConfig, resolved: RunSettings, forecast_of: Callable[[RunSettings], Forecast], room: Room
 ) -> RunSettings:
     """`resolved` with the largest `optimizer_host_share` that fits on every rank, where the JSON leaves it null; all other
-    choices that the budget counts have been made. See [Note: state in host memory]. Collective."""
+    choices that the budget counts have been made. See [Note: state in host memory] and [Note: nothing left to step early].
+    Collective."""
     if section.optimizer_host_share is not None:
         return resolved
     share, why = 0.0, _why_no_state(resolved, forecast_of(resolved))
     if why is None:
-        every = ranks.all_gathered(_fitting_states(resolved, forecast_of, room))
+        fitting = _fitting_states(resolved, forecast_of, room)
+        if section.optimizer_delay == 0 and _timing(resolved, forecast_of, 0.0).possible:
+            fitting = [each for each in fitting if _timing(resolved, forecast_of, each).possible]
+        every = ranks.all_gathered(fitting)
         share = max(set.intersection(*map(set, every)), default=0.0)
         held = {1.0: "all", 0.0: "none"}.get(share, "no more")
         why = f"{USED_BY_STATE:.0%} of what host_memory_bytes and the machine leave beside the rest holds {held} of it"
-    reasons = MappingProxyType({**resolved.reasons, _STATE_KEY: f"null: {why}"})
-    return replace(resolved, optimizer_host_share=share, reasons=reasons)
+    chosen = replace(resolved, optimizer_host_share=share)
+    reasons = {**resolved.reasons, _STATE_KEY: f"null: {why}"}
+    planned = section.optimizer_delay is None and resolved.optimizer_delay not in (None, 1)
+    if planned and not forecast_of(chosen).timing.possible:
+        chosen = replace(chosen, optimizer_delay=None)
+        reasons["optimizer_delay"] = "null: 1, as no state is left on SSD that could be stepped early"
+    return replace(chosen, reasons=MappingProxyType(reasons))
+
+
+def _timing(resolved: RunSettings, forecast_of: Callable[[RunSettings], Forecast], share: float) -> StepTiming:
+    return forecast_of(replace(resolved, optimizer_host_share=share)).timing
 
 
 def _why_no_state(resolved: RunSettings, forecast: Forecast) -> str | None:

@@ -132,6 +132,32 @@ def test_a_share_that_is_written_stays_and_what_is_kept_on_the_device_does_not_m
     assert in_host.chosen().reasons["optimizer_host_share"] == "null: 0, the JSON puts no optimizer state on SSD"
 
 
+@pytest.mark.usefixtures("two_memories")
+@pytest.mark.parametrize(
+    ("written", "planned", "clip", "share", "delay"),
+    [
+        (0.0, 0.0, 0.0, 0.95, 0.0),  # some is left to be stepped early
+        (0.0, 0.0, 1.0, 1.0, 0.0),  # without speculation all steps come behind the norm in any case
+        (0.3, 0.3, 0.0, 1.0, 0.3),
+        (None, 0.0, 0.0, 1.0, 1.0),
+        (None, 0.5, 0.0, 1.0, 1.0),
+        (None, None, 0.0, 1.0, 1.0),
+    ],
+)
+def test_where_no_state_is_left_to_step_early_all_is_left_to_the_next_forward(
+    tmp_path: Path, written: float | None, planned: float | None, clip: float, share: float, delay: float
+) -> None:
+    """A delay of 0 that is written stays, and so does some state on SSD. `planned`: by the machine's rates."""
+    choice = StateChoice(tmp_path, optimizer_delay=written, optimizer_speculation=False if clip else None)
+    choice.made["gradient_clipping"] = clip
+    resolved = choice.resolved(optimizer_delay=planned)
+    found = autotune.choose_state_share(choice.section, resolved, choice.forecast_of, (LIMIT, 7))
+    timing = choice.forecast_of(found).timing
+    assert (found.optimizer_host_share, timing.delay) == (share, delay)
+    assert timing.possible == (share < 1) and timing.leaves_steps == (not clip)
+    assert ("no state is left on SSD" in found.reasons["optimizer_delay"]) == (written is None and planned is not None)
+
+
 def test_no_state_is_put_into_memory_in_which_the_device_computes(tmp_path: Path) -> None:
     assert ACTIVATIONS in StateChoice(tmp_path).chosen().reasons["optimizer_host_share"]
 
