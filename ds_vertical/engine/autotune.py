@@ -71,9 +71,12 @@ def _shares(steps: int = _SHARES) -> Iterator[float]:
     return (count / steps for count in range(steps, -1, -1))
 
 
-def _needed(forecast: Forecast, room: Room) -> int:
-    """Bytes of host memory, with gradients added one by one, which gives up less speed than anything on SSD."""
+def _needed(forecast: Forecast, room: Room, held_share: float | None = None) -> int:
+    """Bytes of host memory, with gradients added one by one, which gives up less speed than anything on SSD. `held_share`: of
+    the gradients, those that wait for their step, None where they are as many as the forecast says."""
     least = replace(forecast.terms, pairs=False)
+    if held_share is not None:
+        least = replace(least, held_share=held_share)
     return memory_budget.total_bytes(memory_budget.budget(forecast.shape, least, forecast.further(room[1])), Tier.HOST)
 
 
@@ -168,7 +171,8 @@ def _fitting_states(resolved: RunSettings, forecast_of: Callable[[RunSettings], 
 
     def needed(share: float) -> int:
         other = forecast_of(replace(resolved, optimizer_host_share=share))
-        return max(_needed(other, room), room[1] + other.setup_bytes)
+        gives_up = other.timing.generations == 2 and not other.timing.demanded  # where the SSD lacks a second generation
+        return max(_needed(other, room, 1.0 if gives_up else None), room[1] + other.setup_bytes)
 
     least = needed(0.0)
     most = least + USED_BY_STATE * (min(room[0], machine_room()) - least)

@@ -90,6 +90,26 @@ def test_a_limit_above_what_the_machine_has_free_is_not_filled(tmp_path: Path, m
 
 
 @pytest.mark.usefixtures("two_memories")
+def test_a_run_whose_ssd_lacks_a_second_generation_fits_with_its_share(tmp_path: Path) -> None:
+    """All gradients then wait, unless the JSON demands early steps, of which `initialize` says that the SSD is too small."""
+    shares = {}
+    for written in (None, 0.25):  # null: 0.25, too
+        choice = StateChoice(tmp_path, optimizer_delay=written)
+        none, whole = choice.needed(0.0), choice.needed(1.0)
+        gradients = 3 * NUM_LAYERS * 2 * WIDTH**2  # 4 bytes each of the 75 % that are stepped early
+        assert choice.forecast_of(choice.resolved()).timing.generations == 2
+        allowed = none + gradients + (whole - none) // 2
+        found = choice.chosen(allowed)
+        forecast = choice.forecast_of(found)
+        forecast.timing.give_up()
+        items = memory_budget.budget(forecast.shape, replace(forecast.terms, pairs=False), forecast.further(7))
+        shares[written] = found.optimizer_host_share, memory_budget.total_bytes(items, Tier.HOST) <= allowed
+        if written is None:
+            assert choice.chosen(none + gradients // 2).optimizer_host_share == 0.0
+    assert shares[None][0] < shares[0.25][0] and shares[None][1] and shares[None][0] > 0.0
+
+
+@pytest.mark.usefixtures("two_memories")
 def test_the_share_that_is_chosen_passes_the_check_of_the_budget(tmp_path: Path) -> None:
     choice = StateChoice(tmp_path)
     params = list(choice.network.parameters())
