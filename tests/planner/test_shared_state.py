@@ -93,6 +93,8 @@ def test_a_share_is_planned_where_neither_tier_holds_all_of_the_state() -> None:
     host, ssd = 5.5e9, 4.0e9
     found = plan(host, ssd_bytes=ssd, clip=1.0)
     assert 0 < in_memory(found) < 1 and found.ssd_bytes <= ssd
+    state_bytes = in_memory(found) * STATE_BYTES
+    assert state_bytes <= 0.8 * (host - tier_bytes(found.case, found.shape.placement, Tier.HOST) + state_bytes)
     with pytest.raises(PlanError, match="MiB short"):
         plan(3e9, ssd_bytes=2e9, clip=1.0)
 

@@ -219,9 +219,7 @@ def test_a_plan_for_several_ssds_has_their_rates_together_and_writes_their_paths
 
 
 @pytest.mark.parametrize("slow_ssd", [True, False])
-def test_what_a_plan_writes_trains_as_it_stands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], slow_ssd: bool
-) -> None:
+def test_what_a_plan_writes_trains_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str], slow_ssd: bool) -> None:
     """With so little memory that the state rests on SSD, a part in memory where the SSD is slow. What runs is event for event
     the schedule that the plan simulated, with as much state in memory."""
     rates = {key: value for key, value in asdict(profile.read_profile("a100_server").machine).items()}
