@@ -180,11 +180,7 @@ def test_a_plan_for_8b_on_a_desktop_writes_a_json_that_deepspeed_and_the_section
     config = json.loads(out.read_text())
     DeepSpeedConfig(dict(config))
     section = load_section(config)
-    assert section is not None
-    in_cpu = [warning for warning in check(config, section) if "offload_param.max_in_cpu" in warning]
-    assert check(config, section) == in_cpu and bool(in_cpu) == bool(
-        config["zero_optimization"]["offload_param"].get("max_in_cpu")
-    )
+    assert section is not None and check(config, section) == []
     assert section.optimizer_host_share, "the step without takes a quarter longer"
     batch = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
     assert batch * 2048 == 65536
