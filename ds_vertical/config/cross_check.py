@@ -343,7 +343,9 @@ def _refusal_faults(config: Mapping[str, object]) -> list[str]:
 
 
 def _warnings(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
-    warnings = max_in_cpu_warning(config)
+    written = value_at(config, f"{_ZERO}.offload_param.max_in_cpu") is not None
+    fills_memory = written and section.optimizer_host_share  # as plans write it: both in host memory on purpose
+    warnings = [] if fills_memory else max_in_cpu_warning(config)
     if not section.overlap and section.prefetch_layers:
         warnings.append(
             f"{SECTION}.prefetch_layers: got {section.prefetch_layers} with {SECTION}.overlap false, where every fetch "

@@ -5,11 +5,15 @@ Timing is the planner's choice where the machine has been measured. It never cha
 nothing else. Gradients wait in host memory, which is faster than any SSD, as far as that holds them.
 
 [Note: state in host memory] The JSON has put the optimizer's state on SSD, so a run may fill host memory with it only where the
-JSON says how much the run may use (`host_memory_bytes`). What the machine has free is other people's as well. A run that fits
+JSON says how much the run may use (`host_memory_bytes`), and never more than the machine has free. A run that fits
 without state in memory must fit with it. So the state comes last, when all else that the budget counts has been chosen, and
 takes a part of what is left: the choice of `activations.keep`, and the script, may need some of it. And it takes nothing where
 activations may leave the device, or the device is the host: how many bytes of host memory they then need shows with the first
 batch, when the state has its place.
+
+[Note: nothing left to step early] Where a share leaves nothing on SSD, all steps wait for the norm. With `optimizer_delay` 0
+none of them is left to the next forward, beside which they would run, so that the whole step would run by itself. A 0 that the
+JSON has is kept, and some state stays on SSD; one that was chosen is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from torch import nn
 
 from ds_vertical.config.section import SECTION, VerticalConfig
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.memory_check import Forecast
+from ds_vertical.engine.memory_check import Forecast, machine_room
 from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.model.compiled_blocks import any_compiled
 from ds_vertical.offload.speculation import StepTiming
@@ -67,9 +71,12 @@ def _shares(steps: int = _SHARES) -> Iterator[float]:
     return (count / steps for count in range(steps, -1, -1))
 
 
-def _needed(forecast: Forecast, room: Room) -> int:
-    """Bytes of host memory, with gradients added one by one, which gives up less speed than anything on SSD."""
+def _needed(forecast: Forecast, room: Room, held_share: float | None = None) -> int:
+    """Bytes of host memory, with gradients added one by one, which gives up less speed than anything on SSD. `held_share`: of
+    the gradients, those that wait for their step, None where they are as many as the forecast says."""
     least = replace(forecast.terms, pairs=False)
+    if held_share is not None:
+        least = replace(least, held_share=held_share)
     return memory_budget.total_bytes(memory_budget.budget(forecast.shape, least, forecast.further(room[1])), Tier.HOST)
 
 
@@ -115,17 +122,30 @@ def choose_state_share(
     section: VerticalConfig, resolved: RunSettings, forecast_of: Callable[[RunSettings], Forecast], room: Room
 ) -> RunSettings:
     """`resolved` with the largest `optimizer_host_share` that fits on every rank, where the JSON leaves it null; all other
-    choices that the budget counts have been made. See [Note: state in host memory]. Collective."""
+    choices that the budget counts have been made. See [Note: state in host memory] and [Note: nothing left to step early].
+    Collective."""
     if section.optimizer_host_share is not None:
         return resolved
     share, why = 0.0, _why_no_state(resolved, forecast_of(resolved))
     if why is None:
-        every = ranks.all_gathered(_fitting_states(resolved, forecast_of, room))
+        fitting = _fitting_states(resolved, forecast_of, room)
+        if section.optimizer_delay == 0 and _timing(resolved, forecast_of, 0.0).possible:
+            fitting = [each for each in fitting if _timing(resolved, forecast_of, each).possible]
+        every = ranks.all_gathered(fitting)
         share = max(set.intersection(*map(set, every)), default=0.0)
         held = {1.0: "all", 0.0: "none"}.get(share, "no more")
-        why = f"{USED_BY_STATE:.0%} of what host_memory_bytes leaves beside the rest holds {held} of it"
-    reasons = MappingProxyType({**resolved.reasons, _STATE_KEY: f"null: {why}"})
-    return replace(resolved, optimizer_host_share=share, reasons=reasons)
+        why = f"{USED_BY_STATE:.0%} of what host_memory_bytes and the machine leave beside the rest holds {held} of it"
+    chosen = replace(resolved, optimizer_host_share=share)
+    reasons = {**resolved.reasons, _STATE_KEY: f"null: {why}"}
+    planned = section.optimizer_delay is None and resolved.optimizer_delay not in (None, 1)
+    if planned and not forecast_of(chosen).timing.possible:
+        chosen = replace(chosen, optimizer_delay=None)
+        reasons["optimizer_delay"] = "null: 1, as no state is left on SSD that could be stepped early"
+    return replace(chosen, reasons=MappingProxyType(reasons))
+
+
+def _timing(resolved: RunSettings, forecast_of: Callable[[RunSettings], Forecast], share: float) -> StepTiming:
+    return forecast_of(replace(resolved, optimizer_host_share=share)).timing
 
 
 def _why_no_state(resolved: RunSettings, forecast: Forecast) -> str | None:
@@ -146,14 +166,16 @@ def _stay_on_device(activations: ActivationSettings) -> bool:
 
 
 def _fitting_states(resolved: RunSettings, forecast_of: Callable[[RunSettings], Forecast], room: Room) -> list[float]:
-    """The shares of the state, above none, for which this rank has room, also while stock's optimizer is set up."""
+    """The shares of the state, above none, for which this rank has room, by the JSON and on the machine, also while stock's
+    optimizer is set up."""
 
     def needed(share: float) -> int:
         other = forecast_of(replace(resolved, optimizer_host_share=share))
-        return max(_needed(other, room), room[1] + other.setup_bytes)
+        gives_up = other.timing.generations == 2 and not other.timing.demanded  # where the SSD lacks a second generation
+        return max(_needed(other, room, 1.0 if gives_up else None), room[1] + other.setup_bytes)
 
     least = needed(0.0)
-    most = least + USED_BY_STATE * (room[0] - least)
+    most = least + USED_BY_STATE * (min(room[0], machine_room()) - least)
     return [share for share in _shares(STATE_SHARES) if share and needed(share) <= most]
 
 

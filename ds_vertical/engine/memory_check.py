@@ -336,9 +336,13 @@ def host_room(params: Iterable[nn.Parameter], limit: int | None) -> tuple[int, i
     `check_memory`. Gives the pages of zero.Init's buffers back first."""
     held = list(params)
     swap_buffers.rest_stock_buffers(held)
-    resident, ranks_here = host.resident_bytes(), distributed_ranks.ranks_on_this_host()
-    allowed = resident + host.available_bytes() // ranks_here if limit is None else limit // ranks_here
-    return allowed, max(0, resident - swap_buffers.bytes_in_memory(held))
+    allowed = machine_room() if limit is None else limit // distributed_ranks.ranks_on_this_host()
+    return allowed, max(0, host.resident_bytes() - swap_buffers.bytes_in_memory(held))
+
+
+def machine_room() -> int:
+    """Bytes of host memory that this rank may take in all by what the machine has free now, whatever the JSON says."""
+    return host.resident_bytes() + host.available_bytes() // distributed_ranks.ranks_on_this_host()
 
 
 def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int | None) -> tuple[list[str], int, int]:

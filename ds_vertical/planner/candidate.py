@@ -360,6 +360,15 @@ def with_state_in_memory(shape: ModelShape, share: float) -> ModelShape:
     return replace(shape, placement=placement, state_places=tuple(places))
 
 
+def beside_state(limits: TierBytes, shape: ModelShape) -> TierBytes:
+    """`limits` without what a share of the state must leave of host memory."""
+    share, limit = shape.placement.share(TensorKind.STATE, Tier.HOST), limits[Tier.HOST]
+    if limit is None or not 0 < share < 1:
+        return limits
+    state_bytes = share * shape.stepped_elements / shape.num_shards * shape.state_bytes
+    return {**limits, Tier.HOST: limit - (1 / USED_BY_STATE - 1) * state_bytes}
+
+
 def held_share(case: LpProblem, delay: float, state_on_ssd: float) -> float:
     """Of all gradients, those that wait for their step with another delay and share: all, where early steps may be redone, and
     where there are none."""
@@ -385,10 +394,8 @@ def _seconds(entry: tuple[LpProblem, Solution]) -> float:
 
 
 def _shared(case: LpProblem, share: float, delays: Sequence[float]) -> Iterator[LpProblem]:
-    nothing, limit = Placement.of(state_on_ssd=1.0), case.limits[Tier.HOST]
-    shape = with_state_in_memory(replace(case.shape, placement=nothing, kept=None), share)
-    state_bytes = share * shape.stepped_elements / shape.num_shards * shape.state_bytes
-    left = None if limit is None else limit - (1 / USED_BY_STATE - 1) * state_bytes
+    shape = with_state_in_memory(replace(case.shape, placement=Placement.of(state_on_ssd=1.0), kept=None), share)
+    limits = beside_state(case.limits, shape)
     for delay in delays:
         terms = replace(case.terms, held_share=held_share(case, delay, 1 - share), pairs=False, shares_state=True)
-        yield replace(case, shape=shape, terms=terms, delay=delay, limits={**case.limits, Tier.HOST: left})
+        yield replace(case, shape=shape, terms=terms, delay=delay, limits=limits)

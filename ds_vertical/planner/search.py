@@ -33,6 +33,7 @@ from ds_vertical.planner.candidate import (
     POLICIES,
     Candidate,
     Choice,
+    beside_state,
     difference,
     fits,
     gaining_shares,
@@ -151,7 +152,7 @@ def choose(
     if not fitting:
         if (less := task.network.with_less_memory) is not None:
             return choose(replace(task, network=less), machine, limits, further)
-        raise PlanError(_shortage(search))
+        raise PlanError(_shortage(replace(search, states=_STATES + _SHARED_STATES)))
     fitting.sort(key=_estimate_s)
     others = [other for c in fitting[:_VARIED] for other in _with_other_collectives(c, task.rounding)]
     fitting = sorted([*fitting, *others], key=_estimate_s)
@@ -290,13 +291,13 @@ class _Search:
             *(sizes.num_micro_batches, self.window),
             **{"held_share": held, "one_memory": one_memory, "pairs": False, "shares_state": 0 < on_ssd < 1},
         )
-        reduce_bytes = memory_budget.reduce_bytes(task.spec.largest_parameter, one_memory)
         shape = with_state_in_memory(shape_of(task.spec, seconds or _NO_SECONDS, division), 1 - on_ssd)
-        shape = replace(shape, reduce_bytes=reduce_bytes)
+        shape = replace(shape, reduce_bytes=memory_budget.reduce_bytes(task.spec.largest_parameter, one_memory))
+        limits = beside_state(self.limits, shape)
         menu = None
         if seconds is not None and task.keep:
             menu = task.spec.menu(sizes.sequences, sizes.blocks_per_layer, seconds, task.flops_per_byte)
-        return LpProblem(shape, self.machine, terms, self.limits, delay, early, self.further, menu)
+        return LpProblem(shape, self.machine, terms, limits, delay, early, self.further, menu)
 
     def remedies(self, lacking: Mapping[Tier, float]) -> Iterator[str]:
         """What would make some setting fit, each tried: fewer tokens, fewer ranks, more memory where it is `lacking`."""

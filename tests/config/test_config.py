@@ -660,6 +660,9 @@ def test_max_in_cpu_warns_with_its_default_and_as_written() -> None:
     assert warning.endswith("write 0 to put all parameters on SSD")
     (warning,) = check(changed("zero_optimization.offload_param.max_in_cpu", 5e6), VerticalConfig())
     assert warning.startswith("zero_optimization.offload_param.max_in_cpu: 5000000 (as written)")
+    shared = VerticalConfig(optimizer_host_share=0.5)
+    assert check(changed("zero_optimization.offload_param.max_in_cpu", 5e6), shared) == []  # as a plan writes it
+    assert len(check(without("zero_optimization.offload_param.max_in_cpu"), shared)) == 1
     config = without("zero_optimization.offload_param.max_in_cpu")
     config["zero_optimization"]["offload_param"]["device"] = "cpu"
     assert check(config, VerticalConfig()) == []

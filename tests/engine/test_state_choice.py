@@ -56,6 +56,7 @@ class StateChoice:
 def two_memories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "is_one_memory", lambda: False)
     monkeypatch.setattr(accelerator, "free_device_bytes", lambda: None)
+    monkeypatch.setattr(memory_check.host, "available_bytes", lambda: 8 * LIMIT)  # whoever else runs here
 
 
 @pytest.mark.usefixtures("two_memories")
@@ -72,9 +73,40 @@ def test_state_takes_a_part_of_what_all_else_leaves_of_host_memory(tmp_path: Pat
         assert found.optimizer_host_share == max([s for s in shares if sizes[s] <= most], default=0.0)
         assert allowed < sizes[0.0] or sizes[found.optimizer_host_share] <= allowed
         told = {0.0: "none", 1.0: "all"}.get(found.optimizer_host_share, "no more")
-        said = f"null: 80% of what host_memory_bytes leaves beside the rest holds {told} of it"
+        said = f"null: 80% of what host_memory_bytes and the machine leave beside the rest holds {told} of it"
         assert found.reasons["optimizer_host_share"] == said
     assert 0.5 <= choice.chosen(enough + 2).optimizer_host_share < 0.6 > choice.chosen(enough - 2).optimizer_host_share > 0.4
+
+
+@pytest.mark.usefixtures("two_memories")
+def test_a_limit_above_what_the_machine_has_free_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is resident, and what is free, is this run's; the JSON's limit is far above both."""
+    choice = StateChoice(tmp_path)
+    none, half, both = (choice.needed(share) for share in (0.0, 0.5, 1.0))
+    monkeypatch.setattr(memory_check.host, "resident_bytes", lambda: none // 2)
+    for free, least, most in ((0, 0.0, 0.0), (2 * both, 1.0, 1.0), (none - none // 2 + (half - none) * 5 // 4 + 2, 0.5, 0.55)):
+        monkeypatch.setattr(memory_check.host, "available_bytes", lambda free=free: free)
+        assert least <= choice.chosen(100 * both).optimizer_host_share <= most
+
+
+@pytest.mark.usefixtures("two_memories")
+def test_a_run_whose_ssd_lacks_a_second_generation_fits_with_its_share(tmp_path: Path) -> None:
+    """All gradients then wait, unless the JSON demands early steps, of which `initialize` says that the SSD is too small."""
+    shares = {}
+    for written in (None, 0.25):  # null: 0.25, too
+        choice = StateChoice(tmp_path, optimizer_delay=written)
+        none, whole = choice.needed(0.0), choice.needed(1.0)
+        gradients = 3 * NUM_LAYERS * 2 * WIDTH**2  # 4 bytes each of the 75 % that are stepped early
+        assert choice.forecast_of(choice.resolved()).timing.generations == 2
+        allowed = none + gradients + (whole - none) // 2
+        found = choice.chosen(allowed)
+        forecast = choice.forecast_of(found)
+        forecast.timing.give_up()
+        items = memory_budget.budget(forecast.shape, replace(forecast.terms, pairs=False), forecast.further(7))
+        shares[written] = found.optimizer_host_share, memory_budget.total_bytes(items, Tier.HOST) <= allowed
+        if written is None:
+            assert choice.chosen(none + gradients // 2).optimizer_host_share == 0.0
+    assert shares[None][0] < shares[0.25][0] and shares[None][1] and shares[None][0] > 0.0
 
 
 @pytest.mark.usefixtures("two_memories")
@@ -118,6 +150,32 @@ def test_a_share_that_is_written_stays_and_what_is_kept_on_the_device_does_not_m
     in_host = StateChoice(tmp_path)
     in_host.made["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     assert in_host.chosen().reasons["optimizer_host_share"] == "null: 0, the JSON puts no optimizer state on SSD"
+
+
+@pytest.mark.usefixtures("two_memories")
+@pytest.mark.parametrize(
+    ("written", "planned", "clip", "share", "delay"),
+    [
+        (0.0, 0.0, 0.0, 0.95, 0.0),  # some is left to be stepped early
+        (0.0, 0.0, 1.0, 1.0, 0.0),  # without speculation all steps come behind the norm in any case
+        (0.3, 0.3, 0.0, 1.0, 0.3),
+        (None, 0.0, 0.0, 1.0, 1.0),
+        (None, 0.5, 0.0, 1.0, 1.0),
+        (None, None, 0.0, 1.0, 1.0),
+    ],
+)
+def test_where_no_state_is_left_to_step_early_all_is_left_to_the_next_forward(
+    tmp_path: Path, written: float | None, planned: float | None, clip: float, share: float, delay: float
+) -> None:
+    """A delay of 0 that is written stays, and so does some state on SSD. `planned`: by the machine's rates."""
+    choice = StateChoice(tmp_path, optimizer_delay=written, optimizer_speculation=False if clip else None)
+    choice.made["gradient_clipping"] = clip
+    resolved = choice.resolved(optimizer_delay=planned)
+    found = autotune.choose_state_share(choice.section, resolved, choice.forecast_of, (LIMIT, 7))
+    timing = choice.forecast_of(found).timing
+    assert (found.optimizer_host_share, timing.delay) == (share, delay)
+    assert timing.possible == (share < 1) and timing.leaves_steps == (not clip)
+    assert ("no state is left on SSD" in found.reasons["optimizer_delay"]) == (written is None and planned is not None)
 
 
 def test_no_state_is_put_into_memory_in_which_the_device_computes(tmp_path: Path) -> None:

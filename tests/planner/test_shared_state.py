@@ -11,9 +11,11 @@ import pytest
 from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
 from ds_vertical.config.cross_check import check
 from ds_vertical.config.section import load_section
+from ds_vertical.planner import search
 from ds_vertical.planner.candidate import Candidate, difference, simplicity, with_state_in_memory
 from ds_vertical.planner.linear_program import tier_bytes
 from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.memory_budget import norm_copy
 from ds_vertical.planner.model_shape import ModelShape, ModelSpec, SufShape, estimated, state_elements
 from ds_vertical.planner.search import PlanError, Task, choose
 from ds_vertical.types import PRE, SUF, Placement, TensorKind, Tier
@@ -91,8 +93,21 @@ def test_a_share_is_planned_where_neither_tier_holds_all_of_the_state() -> None:
     host, ssd = 5.5e9, 4.0e9
     found = plan(host, ssd_bytes=ssd, clip=1.0)
     assert 0 < in_memory(found) < 1 and found.ssd_bytes <= ssd
+    state_bytes = in_memory(found) * STATE_BYTES
+    assert state_bytes <= 0.8 * (host - tier_bytes(found.case, found.shape.placement, Tier.HOST) + state_bytes)
     with pytest.raises(PlanError, match="MiB short"):
         plan(3e9, ssd_bytes=2e9, clip=1.0)
+
+
+def test_a_refusal_says_the_least_that_is_lacking_wherever_the_state_is() -> None:
+    """All of it on SSD takes the least host memory, and shares of it are tried last."""
+    limits = dict(zip(Tier, (8e9, 1e9, 100e9), strict=True))
+    task = Task(MODEL, 8192, lambda size: estimated(MODEL, size, 2e13), clip=1.0, micro_batch_size=1)
+    norm = norm_copy(MODEL.largest_parameter, SLOW_SSD.one_memory)
+    whole = search._Search(task, SLOW_SSD, limits, (search._LIBRARIES, norm), window=0)
+    with pytest.raises(PlanError, match="MiB short") as refused:
+        choose(task, SLOW_SSD, limits)
+    assert str(refused.value) == search._shortage(whole)
 
 
 # ---- what is written

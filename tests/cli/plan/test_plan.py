@@ -180,11 +180,7 @@ def test_a_plan_for_8b_on_a_desktop_writes_a_json_that_deepspeed_and_the_section
     config = json.loads(out.read_text())
     DeepSpeedConfig(dict(config))
     section = load_section(config)
-    assert section is not None
-    in_cpu = [warning for warning in check(config, section) if "offload_param.max_in_cpu" in warning]
-    assert check(config, section) == in_cpu and bool(in_cpu) == bool(
-        config["zero_optimization"]["offload_param"].get("max_in_cpu")
-    )
+    assert section is not None and check(config, section) == []
     assert section.optimizer_host_share, "the step without takes a quarter longer"
     batch = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
     assert batch * 2048 == 65536
@@ -218,13 +214,15 @@ def test_a_plan_for_several_ssds_has_their_rates_together_and_writes_their_paths
     assert status == 2 and "has not been measured" in err
 
 
-def test_what_a_plan_writes_trains_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With so little memory that most state rests on a slow SSD. What runs is event for event the schedule that the plan
-    simulated, with as much state in memory."""
+@pytest.mark.parametrize("slow_ssd", [True, False])
+def test_what_a_plan_writes_trains_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str], slow_ssd: bool) -> None:
+    """With so little memory that the state rests on SSD, a part in memory where the SSD is slow. What runs is event for event
+    the schedule that the plan simulated, with as much state in memory."""
     rates = {key: value for key, value in asdict(profile.read_profile("a100_server").machine).items()}
     rates |= {"one_memory": True, "copy_in_bytes_per_s": None, "copy_out_bytes_per_s": None}
-    rates |= {f"ssd_{way}_bytes_per_s": 3e8 for way in ("read", "write")}
-    rates |= {f"ssd_{way}_together_bytes_per_s": 2e8 for way in ("read", "write")}
+    if slow_ssd:
+        rates |= {f"ssd_{way}_bytes_per_s": 3e8 for way in ("read", "write")}
+        rates |= {f"ssd_{way}_together_bytes_per_s": 2e8 for way in ("read", "write")}
     report = {"machine": rates, "capacity": {"ssd_bytes": 1e12}, "rates": {"fp32_flops_per_s": 1e11}}
     (tmp_path / "machine.json").write_text(json.dumps(report))
     out, ssd = tmp_path / "ds.json", tmp_path / "ssd"
@@ -243,10 +241,13 @@ def test_what_a_plan_writes_trains_as_it_stands(tmp_path: Path, capsys: pytest.C
     try:
         losses = [float(engine.train_batch(iter([batch] * 4))) for _ in range(3)]
         assert losses[2] < losses[0]
-        (planned_bytes,) = (item["num_bytes"] for item in found["memory"] if item["what"] == "optimizer state at rest")
+        at_rest = (i for i in found["memory"] if i["what"] == "optimizer state at rest" and i["tier"] == "host")
+        planned_bytes = sum(item["num_bytes"] for item in at_rest)
         resting = 12 * sum(chunk.numel for chunk in engine.optimizer.stepper.chunks if chunk.files is None)
-        assert 0 < config["vertical_schedule"]["optimizer_host_share"] < 1
-        assert 0.9 * planned_bytes < resting <= planned_bytes, (resting, planned_bytes)
+        assert 0 <= config["vertical_schedule"]["optimizer_host_share"] < 1
+        assert (config["vertical_schedule"]["optimizer_host_share"] > 0) == slow_ssd
+        if slow_ssd:
+            assert 0.9 * planned_bytes < resting <= planned_bytes, (resting, planned_bytes)
         fields = found["setting"]
         choice = Choice.from_json(fields)
         nothing: Any = None
