@@ -18,6 +18,15 @@ def status(key: str) -> int:
     return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended but was not yet waited for does not count."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -18,6 +17,7 @@ import pytest
 from ab_runs import BASE, SCRIPT, make_run, wait_for_pid, write
 from deepspeed.runtime import config as deepspeed_config
 from places import ROOT
+from processes import is_alive
 
 from ds_vertical.cli import ab_folder
 from ds_vertical.cli.bench import ab
@@ -503,12 +503,3 @@ def test_ended_ab_ends_its_run(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(200) == 128 + signal.SIGTERM
     assert not is_alive(pid)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended but was not yet waited for does not count."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
