@@ -5,6 +5,8 @@
 # OMP_NUM_THREADS (1) threads each. Idle processes take tests from the others' ends, so that most modules stay in one process.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# Where Python may keep no bytecode, as in some containers, each of hundreds of processes compiles the package anew.
+export PYTHONDONTWRITEBYTECODE=
 bash scripts/setup.sh
 
 marks=()
@@ -24,11 +26,16 @@ fi
 [ -n "$(command -v chromium chromium-browser google-chrome)" ] || marks+=("not browser")
 expression=$(printf '%s and ' "${marks[@]}")
 
+# Pyright takes one core. On another one the tests are compiled once, which each of their processes would do at its start.
+.venv/bin/python -m pytest --collect-only -qq -p no:cacheprovider >/dev/null 2>&1 &
+compiling=$!
+
 # one failing check does not hide what the next would say
 failed=()
 .venv/bin/ruff check || failed+=(ruff)
 .venv/bin/ruff format --check || failed+=(format)
 .venv/bin/pyright || failed+=(pyright)
+wait "$compiling" || true # what is wrong with them is told below
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 .venv/bin/python -m pytest -n "${DS_VERTICAL_TEST_WORKERS:-3}" --dist worksteal -m "${expression% and }" --durations=15 ${report:+--junitxml="$report"} "$@" || failed+=(pytest)
 
