@@ -212,7 +212,7 @@ CASES = {
     "bf16, clipped": replace(_case("bf16", 1.0), fast=True),
     "fp32, clipped": replace(_case("fp32", 1.0), fast=True),
     BUFFERED: replace(_case("fp32", 1.0), fast=True, build=build_buffered),
-    "fp32, a buffer that is written from the second step on": WRITTEN_LATER,
+    "fp32, a buffer that is written from the second step on": replace(WRITTEN_LATER, fast=False),
     "fp32, a buffer that is written from the second step on, by the three calls": replace(
         WRITTEN_LATER, steps=by_three_calls, between=begin_to_write_behind_the_first
     ),

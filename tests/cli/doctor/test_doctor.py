@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
 import harness
 import pytest
 
@@ -378,7 +379,7 @@ def test_a_memlock_limit_is_held_against_the_buffers_of_the_json(tmp_path: Path)
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     file = str(tmp_path / "ds_config.json")
     command = [sys.executable, "-c", LITTLE_LOCKED, str(7 << 20), file, str(4 << 20), file, str(4 << 20), ""]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout
+    told = forks.run(tmp_path, command, os.environ, timeout=200).stdout
     enough, short, without = told.split("CASE\n")[1:]
     assert "error memlock limit: 4.0 MiB may be page-locked, and the parameter buffers (3 x 1048576 elements" in short
     assert "need 6.0 MiB: DeepSpeed dies in an assertion -> ulimit -l unlimited" in short
@@ -508,8 +509,9 @@ for finding in ssd_path.round_trip(Target(nvme_path=Path(sys.argv[1]))):
 """
 
 
-def test_a_file_that_cannot_grow_is_a_sentence(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", CUT, tmp_path], capture_output=True, text=True, timeout=200, check=False)
+def test_a_file_that_cannot_grow_is_a_sentence(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    beside = tmp_path_factory.mktemp("output")
+    done = forks.run(beside, [sys.executable, "-c", CUT, str(tmp_path)], os.environ, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "error " in done.stdout and "preallocate 8388608 bytes: File too large (errno EFBIG)" in done.stdout
     assert list(tmp_path.iterdir()) == []
