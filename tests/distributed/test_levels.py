@@ -22,7 +22,7 @@ def run(tmp_path: Path, num_ranks: int, *shapes: str) -> None:
 
 
 def test_four_ranks_as_two_nodes_of_two(tmp_path: Path) -> None:
-    start_ranks(command_of("2/2"), tmp_path, limit_s=200, num_ranks=4)
+    start_ranks(command_of("2/2"), tmp_path, limit_s=200, num_ranks=4, forked=True)
 
 
 @pytest.mark.slow
