@@ -72,7 +72,8 @@ def run_pair(
 SLOW = pytest.mark.slow
 # One family of each kind stays in the fast suite; these differ little from one of them, or (the last) take 20 s.
 TWINS = {"mistral", "olmo2", "glm4", "phi", "phi3", "gemma", "gemma2", "gemma3_text", "qwen3", "gptj", "opt", "bloom"}
-TWINS |= {"falcon", "qwen3_moe", "gpt_oss", "bart", "gpt_neox", "qwen3_next"}  # test_parity trains gpt_neox
+TWINS |= {"gpt2", "falcon", "qwen3_moe", "gpt_oss", "bart", "gpt_neox", "qwen3_next"}
+# test_parity trains gpt_neox, and test_parameter_groups gpt2
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, id=f.name, marks=[SLOW] if f.name in TWINS else []) for f in FAMILIES])
