@@ -6,8 +6,10 @@ over gloo, kernels without atomics). A gpu test that needs an engine starts a pr
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Generator
 
 import browser
 import pytest
@@ -294,6 +296,16 @@ SLOW_MEMBERS = {
     "test_verify.py::test_a_bit_that_flips_on_the_disk_is_noticed_and_tears_the_state[fp32-parameters, beside]",
     "test_verify.py::test_every_byte_that_steps_read_is_checked_and_no_bit_changes[fp32-0.0-{}]",
 }
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without the garbage collector: what the modules make as they are imported stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
