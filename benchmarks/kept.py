@@ -24,6 +24,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -91,10 +92,10 @@ class Row:
         """Whether the plan is to keep nothing."""
         return not self.most
 
-    def seconds(self, rounds: int, turns: int, warm_up: int) -> float:
+    def seconds(self, rounds: int, turns: int, warm_up: int, rest_s: float) -> float:
         """An estimate of the whole row."""
         num_arms = 2 + len(self.others) + sum(share > 0 for share in self.shares)
-        return PLAN_S + rounds * num_arms * (run.SETUP_S + (warm_up + turns) * self.step_s)
+        return PLAN_S + rounds * num_arms * (run.SETUP_S + (warm_up + turns) * self.step_s + turns * rest_s)
 
 
 ROWS: Final = (
@@ -254,7 +255,7 @@ def run_round(
         turns = []
         for index in range(options.turns):
             order = _rotated([*configs], index)
-            turns.append({"order": order, **{arm: steppers[arm].turn()[0] for arm in order}})
+            turns.append({"order": order, **{arm: _rested_step(steppers[arm], options.rest) for arm in order}})
             taken = ", ".join(f"{arm} {turns[-1][arm]['step_s']:.2f} s" for arm in configs)
             print(f"round {number + 1}, turn {index + 1}: {taken}", flush=True)
         chosen = {NULL: chosen_in(steppers[NULL].log.read_text(errors="replace"))} if NULL in configs else {}
@@ -313,6 +314,12 @@ def _judged(what: str, value: float, least: float, most: float) -> dict[str, Any
     return {"what": what, "value": value, "least": least, "most": most, "met": least <= value <= most}
 
 
+def _rested_step(stepper: inturn.Stepper, rest_s: float) -> dict[str, Any]:
+    """One step behind a pause, in which a disk's write cache empties and its quota fills again."""
+    time.sleep(rest_s)
+    return stepper.turn()[0]
+
+
 def measure(row: Row, options: argparse.Namespace, plans: Plans) -> dict[str, Any]:
     """One row; what is written. Raises ConfigError for what this build or machine does not allow, TurnError."""
     refuse_unknown(row, row.needs)
@@ -331,7 +338,7 @@ def measure(row: Row, options: argparse.Namespace, plans: Plans) -> dict[str, An
         rounds = [run_round(number, options, configs, words, folder, group) for number in range(options.rounds)]
     content = commits.made_of() | {"checkout": commits.describe(run.ROOT), "row": row.name, "model": options.model}
     content |= {"micro_batches": row.micro_batches, "tokens": row.tokens, "clip": 0.0, "host_memory_bytes": row.host_limit}
-    content |= {"ssd_limit": None if group is None else group.to_json(), "warm_up": options.warm_up}
+    content |= {"ssd_limit": None if group is None else group.to_json(), "warm_up": options.warm_up, "rest_s": options.rest}
     content["planned_with"] = _planned_with(planner)
     content["configs"] = {arm: inturn.placed(config, inturn.NVME_PATH) for arm, config in configs.items()}
     chosen = {arm: found["activations"] for arm, found in rounds[-1].get("chosen", {}).items()}
@@ -383,10 +390,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--only {unknown[0]}: there are {', '.join(names)}")
     if min(options.rounds, options.turns, options.warm_up) < 1:
         parser.error("--rounds, --turns and --warm-up: write 1 or more")
+    if options.rest < 0:
+        parser.error(f"--rest {options.rest:g}: write 0 or more seconds")
     chosen = [row for row in ROWS if not options.only or row.name in options.only]
     if options.list:
         for row in chosen:
-            print(f"{row.name:28}{row.seconds(options.rounds, options.turns, options.warm_up) / 60:6.1f} min")
+            print(f"{row.name:28}{row.seconds(options.rounds, options.turns, options.warm_up, options.rest) / 60:6.1f} min")
         return 0
     plans = Plans(options)
     fine = [_run_row(row, options, plans) for row in chosen]
@@ -417,6 +426,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=1, help="each with new processes (default 1)")
     parser.add_argument("--turns", type=int, default=3, help="of each process in a round (default 3)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps of each process ahead of its turns (default 2)")
+    parser.add_argument("--rest", type=float, default=0.0, metavar="S", help="seconds of pause ahead of each turn (default 0)")
     parser.add_argument("--again", action="store_true", help="also rows that have a result of today")
     parser.add_argument("--config", type=Path, default=run.ROOT / "configs" / "gpt_101m_cpu.json", help="what all arms share")
     parser.add_argument("--model", default="gpt_101m", help="shape in configs/models")
