@@ -39,7 +39,8 @@ class _Measuring:
 
 
 class RunKeeping:
-    """What the steps keep. `settings`: in force; `store`: where kept bytes rest, None where none do.
+    """What the steps keep. `settings`: in force; `store`: where kept bytes rest, None where none do. `is_chosen`: whether the
+    policy is the run's own choice, and not only its tier.
 
     `planner`: chooses where the JSON leaves it open; None: there is nothing to choose. `open_store`: makes the store for some
     settings, and is told whether cells give up where there is no room. `place`: the run's folder on SSD, and the bytes of host
@@ -54,8 +55,9 @@ class RunKeeping:
         open_store: OpenStore,
         place: tuple[Path | None, int],
     ) -> None:
-        self.settings = vertical.activations
-        self.is_chosen = vertical.activations.keep is None
+        self._asked = asked = vertical.activations
+        self.settings = replace(asked, keep=None) if asked.is_open else asked
+        self.is_chosen = asked.keep is None
         self.store = open_store(self.settings, False)
         self._layers = layers
         self._planner = planner
@@ -81,7 +83,7 @@ class RunKeeping:
     @property
     def is_asked(self) -> bool:
         """Whether the JSON asks for something to be kept."""
-        return not self.is_chosen and self._kinds is not None
+        return self._asked.keep not in (None, "none")
 
     # ---- a step
 
@@ -120,7 +122,7 @@ class RunKeeping:
         if measuring is None:
             own = nothing_measured(f"the code of a micro-batch calls the model {num_calls} times", self._room())
         else:
-            own = measured_step(measuring.probe, measuring.times, self._layers, self._room())
+            own = measured_step(measuring.probe, measuring.times, self._layers, self._room(), self._asked.keep)
             own = replace(own, num_micro_batches=measuring.num_micro_batches)
         self._take(planner.choose(own))
 
@@ -155,23 +157,21 @@ class RunKeeping:
         return {Tier.DEVICE: self._left if device is None else device, Tier.HOST: self._left, Tier.SSD: ssd}
 
     def _take(self, choice: KeepChoice) -> None:
-        """Keep so from now on, where every rank can."""
+        """Keep so from now on, where every rank can; else as the fixed rule has it, which needs no files."""
         store, error = None, None
         try:
-            store = self._open_store(choice.settings, True)
+            store = self._open_store(choice.settings, self.is_chosen)
         except (OSError, RuntimeError) as failure:  # of the kernel's queues, which have their limits
             error = failure
         if not ranks.is_true_on_all_ranks(error is None):
             if store is not None:
                 store.close()
-            self._say(KeepChoice(self.settings, f"a rank could not open its files: {error or 'its own output says why'}"))
-            return
+            fixed = self.settings if self.is_chosen else replace(self._asked, keep_device=Tier.DEVICE)
+            choice = KeepChoice(fixed, f"a rank could not open its files: {error or 'its own output says why'}")
+            store = self._open_store(fixed, self.is_chosen)
         self.settings, self.store, self._kinds = choice.settings, store, _kinds_of(choice.settings)
-        self._say(choice)
-
-    @staticmethod
-    def _say(choice: KeepChoice) -> None:
-        accelerator.log(f"ds_vertical: vertical_schedule.{describe_keeping(choice.settings)} (null: {choice.reason})")
+        null = "null" if self.is_chosen else "keep_device null"
+        accelerator.log(f"ds_vertical: vertical_schedule.{describe_keeping(choice.settings)} ({null}: {choice.reason})")
 
 
 def _kinds_of(settings: ActivationSettings) -> KeptKinds | None:
@@ -183,13 +183,15 @@ def _kinds_of(settings: ActivationSettings) -> KeptKinds | None:
 def describe_keeping(settings: ActivationSettings) -> str:
     """The policy, and of the cells (one layer of one micro-batch each) the shares in each tier."""
     shares = [f"{share:.0%} of the cells on {tier}" for tier, share in settings.kept_shares.items() if share]
+    if settings.is_open and settings.keep is not None:
+        shares = [f"{settings.keep_share:.0%} of the cells from the second step on"]
     return f'activations.keep = "{settings.keep or "none"}"' + (f", {', '.join(shares)}" if shares else "")
 
 
 def check_room(settings: ActivationSettings, needed: int, left: int) -> None:
     """Raises MemoryBudgetError, on every rank, where the memory budget of one, which takes `needed` bytes, leaves none for what
     the JSON has kept in host memory. How much a layer keeps shows with the first batch: see `KeptStore.note`. Collective."""
-    tiers = {tier for tier, share in settings.kept_shares.items() if share}
+    tiers = {Tier.DEVICE} if settings.is_open else {tier for tier, share in settings.kept_shares.items() if share}
     in_host = settings.keep in HOLDING and tiers and (accelerator.is_one_memory() or tiers != {Tier.DEVICE})
     if not ranks.is_true_on_all_ranks(bool(left) or not in_host):
         raise MemoryBudgetError(
