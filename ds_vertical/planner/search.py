@@ -209,9 +209,8 @@ def tune_tier(case: LpProblem, choice: Choice, share: float) -> tuple[Candidate 
     for given, solution, ways in solved_tiers(settled(case, choice), share):
         made = (kept_so(choice, given, solution, kept) for kept in ways)
         found += [candidate for candidate in made if fits(candidate)][:1]
-    ranked = _nearest(found)
-    best = _simplest(ranked)
-    others = (candidate for candidate in ranked if candidate is not best)
+    best = _simplest(found)
+    others = (candidate for candidate in found if candidate is not best)
     return best, own, min(others, key=_estimate_s, default=None)
 
 

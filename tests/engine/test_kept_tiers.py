@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,17 @@ from harness import TwoMemories, assert_identical, contents, differing, read_wei
 from keep_choices import MIXER, ROOM, config, kept, planner, report, step
 from models import token_batches
 
+from ds_vertical.distributed.elastic import ElasticCounts
 from ds_vertical.engine import memory_check
 from ds_vertical.engine.assembly import describe_activations
 from ds_vertical.engine.keeping import keeping
+from ds_vertical.engine.keeping.growth import PassingBytes
 from ds_vertical.engine.keeping.measured import measured_step
-from ds_vertical.engine.keeping.planner import open_choice
+from ds_vertical.engine.keeping.planner import KeepPlanner, open_choice
 from ds_vertical.engine.memory_check import Forecast
 from ds_vertical.model.kept.probe import BlockTimes, KeptPoint, Probe
 from ds_vertical.model.layers import map_layers
-from ds_vertical.types import ActivationPolicy, Tier
+from ds_vertical.types import ActivationPolicy, ElasticSettings, Tier
 
 BYTES, SAVED_S = 6_000_000, 0.04  # of a cell
 MENU: dict[ActivationPolicy, tuple[float, float]] = {"everything": (BYTES, SAVED_S)}
@@ -227,6 +230,57 @@ def test_where_its_files_cannot_be_opened_the_device_has_it(
         assert own.settings.keep_device is Tier.DEVICE and own.store is not None and not own.store.gives_up
         assert dict(engine.kept.cells) == {Tier.DEVICE: 6}
     assert "(keep_device null: a rank could not open its files: too many queues)" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("cut", ["measured_step", "choose", "_take"])
+def test_an_interrupt_of_the_choice_leaves_it_to_the_next_step_with_stocks_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str
+) -> None:
+    """In `_take` it comes when the store is open, and not in force yet: that one is closed."""
+    with_limits(tmp_path, monkeypatch)
+    with_room(monkeypatch, NO_MEMORY)
+    batches = token_batches(4, 2, rows=1, shortest=5)
+    plain = run_arm(config(tmp_path, "nvme", count=2), MIXER, batches, vertical=False)
+    with running(config(tmp_path, "nvme", count=2, **asks()), MIXER, vertical=True) as (engine, model):
+        own, stores = engine._keeping, list[Any]()
+        opens = own._open_store
+        monkeypatch.setattr(own, "_open_store", lambda *given: stores.append(opens(*given)) or stores[-1])
+        owner, name = {"choose": (KeepPlanner, "choose"), "_take": (keeping, "_kinds_of")}.get(cut, (keeping, cut))
+        with monkeypatch.context() as once:
+            once.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.train_batch(iter(batches[0]))
+        assert engine.global_steps == 1 and own.store is None
+        assert [store.swapper._load_buffers for store in stores] == [[]] * (cut == "_take")  # none: it is closed
+        losses = [engine.train_batch(iter(batches[1])).item()]
+        assert engine.kept is None
+        for batch in batches[2:]:
+            losses.append(engine.train_batch(iter(batch)).item())
+            assert engine.kept.policy == "everything" and dict(engine.kept.cells) == {Tier.SSD: 4, Tier.DEVICE: 2}
+        assert losses == plain.losses[1:] and not differing(read_weights(model), plain.weights)
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_elastic_hears_of_the_first_step_that_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The step before it shows what passes between layers alone."""
+    with_limits(tmp_path, monkeypatch)
+    with_room(monkeypatch, ROOM)
+    batches, told = token_batches(3, 2, rows=1, shortest=5), list[list[int]]()
+    with running(config(tmp_path, "nvme", count=2, **asks()), MIXER, vertical=True) as (engine, _):
+        most = ElasticCounts(ElasticSettings(), 8, 8)
+        engine._keeping.passing = PassingBytes(most, 4, 1, 1)
+        for batch in batches:
+            engine.train_batch(iter(batch))
+            lines = re.findall(r"what forwards keep, has taken (\d+) bytes", capfd.readouterr().out)
+            told.append([int(size) for size in lines])
+        held = dict(engine.kept.num_bytes)[Tier.DEVICE]
+    first, second, third = told
+    assert first == [] == third and len(second) == 1 and second[0] > held // 2 > 0
 
 
 @pytest.mark.slow

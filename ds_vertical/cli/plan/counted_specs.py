@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -22,13 +23,13 @@ _MOST_TOKENS: Final = 2048  # of a sequence, where the model has more positions
 
 
 def counted_spec(path: Path, fields: JsonObject, sequence_length: int, dtype: str) -> ModelSpec | None:
-    """The spec of a shipped configuration; None for another file, and for other fields, a length or dtype that was not
-    counted."""
+    """The spec of a shipped configuration; None for another file, for other fields, a length or dtype that was not counted, and
+    where transformers has another major version than the one whose models were counted."""
     file = _FOLDER / path.name
-    if path.parent != SHAPES or not file.is_file():
+    if path.resolve().parent != SHAPES.resolve() or not file.is_file():
         return None
     found = json.loads(file.read_text(encoding="utf-8"))
-    if found["counted"] != _key(fields, sequence_length, dtype):
+    if found["counted"] != _key(fields, sequence_length, dtype) or _major(found["transformers"]) != _major(_installed()):
         return None
     return TypeAdapter(ModelSpec).validate_python(found["spec"])
 
@@ -45,6 +46,18 @@ def _key(fields: JsonObject, sequence_length: int, dtype: str) -> str:
     return hashlib.sha256(json.dumps([fields, sequence_length, dtype], sort_keys=True).encode()).hexdigest()
 
 
+def _installed() -> str:
+    """Transformers' version; empty where it is missing."""
+    try:
+        return metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _major(version: str) -> str:
+    return version.partition(".")[0]
+
+
 def count_all() -> None:
     """Write the specs as they are counted now."""
     from ds_vertical.cli.plan.fake_run import read_spec
@@ -54,7 +67,8 @@ def count_all() -> None:
         fields = read_fields(SHAPES / f"{name}.json")
         length = default_length(fields)
         spec = TypeAdapter(ModelSpec).dump_python(read_spec(name, fields, length, _DTYPE), mode="json")
-        text = json.dumps({"counted": _key(fields, length, _DTYPE), "spec": spec}, indent=1)
+        made = {"counted": _key(fields, length, _DTYPE), "transformers": _installed(), "spec": spec}
+        text = json.dumps(made, indent=1)
         (_FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 

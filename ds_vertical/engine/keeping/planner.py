@@ -70,7 +70,8 @@ class KeepPlanner:
         planned = self.report is not None and importlib.util.find_spec("scipy") is not None
         if not ranks.all_gathered(planned)[0] and (forecast.uses_ssd or self._is_written):
             missing = "run `ds-vertical limits`" if self.report is None else "install scipy"
-            return f"the rates of this machine's SSD are not known, which may decide the step; {missing} for a plan"
+            unknown = "the rates of this machine's SSD are not known, which may decide the step"
+            return f"{unknown if forecast.uses_ssd else 'the rates of this machine are not known'}; {missing} for a plan"
         return None
 
     @property
@@ -93,6 +94,8 @@ class KeepPlanner:
         if step.menu and not step.points:
             return self._fixed("no policy saves time in these blocks")
         if not step.points:
+            if self._is_written:
+                return self._fixed("; ".join(("the first step shows no bytes that a block would keep", *step.reasons)))
             why = "; ".join(step.reasons) or "no block's backward has run that could be measured"
             return self._fixed(f"no block can keep anything: {why}")
         try:
