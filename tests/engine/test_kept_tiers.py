@@ -118,6 +118,16 @@ def test_where_no_plan_can_be_made_it_is_the_device_from_the_first_step_on(
     assert f"as written; keep_device null: device: {told}" in resolved.reasons["activations"]
 
 
+def test_what_is_told_of_a_written_policy_fits_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an SSD no rates of one are missed; and where the device has it, nothing says that nothing can be kept."""
+    own = planner(tmp_path, None, "cpu", **asks())
+    monkeypatch.setattr(Forecast, "terms", replace(own.forecast.terms, one_memory=False))
+    assert own.settled() == "the rates of this machine are not known; run `ds-vertical limits` for a plan"
+    found = planner(tmp_path, report(), **asks()).choose(step(menu={}))
+    assert kept(found) == ("everything", Tier.DEVICE, 1.0, 0.0)
+    assert found.reason == "the first step shows no bytes that a block would keep; some reason"
+
+
 def test_a_broken_report_leaves_the_device(tmp_path: Path) -> None:
     own = planner(tmp_path, {"machine": {}}, **asks())
     found = own.choose(step(menu=MENU))
