@@ -266,7 +266,8 @@ def test_an_interrupt_of_the_choice_leaves_it_to_the_next_step_with_stocks_bits(
         assert engine.kept is None
         for batch in batches[2:]:
             losses.append(engine.train_batch(iter(batch)).item())
-            assert engine.kept.policy == "everything" and dict(engine.kept.cells) == {Tier.SSD: 4, Tier.DEVICE: 2}
+            record: Any = engine.kept
+            assert record.policy == "everything" and dict(record.cells) == {Tier.SSD: 4, Tier.DEVICE: 2}
         assert losses == plain.losses[1:] and not differing(read_weights(model), plain.weights)
 
 

@@ -61,7 +61,7 @@ def test_the_specs_that_are_shipped_are_those_of_the_models(name: str, monkeypat
     path = hf.SHAPES / f"{name}.json"
     fields = hf.read_fields(path)
     length = counted_specs.default_length(fields)
-    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)  # ZeRO-3 has put its own there if a test has trained
+    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)  # ZeRO-3 puts its own there when a test trains
     assert counted_specs.counted_spec(path, fields, length, "bf16") == fake_run.read_spec(name, fields, length, "bf16")
     others = (fields, length // 2, "bf16"), (fields, length, "fp32"), ({**fields, "x": 1}, length, "bf16")
     assert [counted_specs.counted_spec(path, *other) for other in others] == [None] * 3
