@@ -182,7 +182,7 @@ def _complete_shares(kind: TensorKind, given: Mapping[Tier, float]) -> dict[Tier
 @dataclass(frozen=True)
 class ActivationSettings:
     """The tier of layer inputs and gradients between layers. `share`, `host_share`: of the micro-batches. `keep`: what else of
-    a layer's forward is kept for its backward (None: nothing so far), in the tier `keep_device` (None: the device).
+    a layer's forward is kept for its backward (None: nothing so far), in the tier `keep_device` (None: see `is_open`).
     `keep_share`: of the cells, those that keep there; `keep_host_share`: further ones, which keep in host memory."""
 
     device: Tier | None
@@ -194,10 +194,16 @@ class ActivationSettings:
     keep_host_share: float = 0.0
 
     @property
+    def is_open(self) -> bool:
+        """Whether it is left to the run what is kept, or in which tier; that is settled at the start, or behind the first step.
+        With a `keep_host_share` the others rest on the device."""
+        return self.keep is None or (self.keep in HOLDING and self.keep_device is None and not self.keep_host_share)
+
+    @property
     def kept_shares(self) -> Mapping[Tier, float]:
         """Of the cells (one layer of one micro-batch each), those that follow `keep`, by the tier where what they keep rests;
-        empty where nothing is kept."""
-        if self.keep in (None, "none"):
+        empty where nothing is kept, and while that is open."""
+        if self.keep == "none" or self.is_open:
             return {}
         return {Tier.HOST: self.keep_host_share, self.keep_device or Tier.DEVICE: self.keep_share}
 

@@ -8,7 +8,15 @@ from types import MappingProxyType
 from typing import Any
 
 from ds_vertical.config.section import SECTION, VerticalConfig, show
-from ds_vertical.types import AccoSettings, ActivationSettings, ElasticSettings, LevelSettings, RunSettings, SignalSettings
+from ds_vertical.types import (
+    AccoSettings,
+    ActivationSettings,
+    ElasticSettings,
+    LevelSettings,
+    RunSettings,
+    SignalSettings,
+    Tier,
+)
 
 # --- null means "choose for me" ------------------------------------------------------------------------------------
 
@@ -32,8 +40,8 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> RunSett
 
     prefetch_layers: 1 with overlap, 0 without; gradient_host_share: 1 (less at initialize where memory is short);
     optimizer_host_share: 0 (more at initialize where `host_memory_bytes` leaves room);
-    activations.device and keep_device: "device"; keep: none until it is chosen behind the first step;
-    with acco: optimizer_delay 1, no speculation, keep none;
+    activations.device: "device"; keep, keep_device: nothing is kept until they are chosen behind the first step;
+    with acco: optimizer_delay 1, no speculation, keep none, keep_device "device";
     seed: `initial_seed`, torch.initial_seed() at initialize;
     others: see `_LATER`.
     """
@@ -70,9 +78,14 @@ def _settle_halves(values: dict[str, object], reasons: dict[str, str]) -> None:
     values["optimizer_delay"], values["optimizer_speculation"] = 1.0, False
     reasons["optimizer_delay"] = reasons["optimizer_speculation"] = "acco: the next half takes the steps"
     activations = values["activations"]
-    if isinstance(activations, ActivationSettings) and activations.keep is None:
+    if not isinstance(activations, ActivationSettings) or not activations.is_open:
+        return
+    if activations.keep is None:
         values["activations"] = replace(activations, keep="none")
         reasons["activations"] += "; acco: a null keep is none"
+    else:
+        values["activations"] = replace(activations, keep_device=Tier.DEVICE)
+        reasons["activations"] += "; acco: a null keep_device is device"
 
 
 def explain(section: VerticalConfig | RunSettings, initial_seed: int | None = None) -> list[str]:

@@ -56,7 +56,8 @@ class Activations(BaseModel):
     """What else of a layer's forward is kept for its backward, which computes the rest again. Null: chosen behind the first
     step, with `keep_device` and both shares; none where nothing is gained, or what decides it is not known."""
     keep_device: Annotated[Tier, Field(strict=False), BeforeValidator(_bytes_to_text)] | None = None
-    """The tier where that rests until the backward. Null: "device"."""
+    """The tier where that rests until the backward. Null: chosen behind the first step, for a written `keep`, too; "device"
+    where no plan can be made, and beside a `keep_host_share`."""
     keep_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the cells (one layer, one micro-batch) that keep, where `keep_device` says; the others compute all again."""
     keep_host_share: Annotated[float, Field(ge=0, le=1)] = 0.0

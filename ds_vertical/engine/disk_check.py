@@ -256,19 +256,23 @@ def _depth(config: Mapping[str, object]) -> int:
 
 
 def _descriptor_faults(forecast: Forecast, config: dict[str, Any], resolved: RunSettings) -> Iterator[str]:
-    """Raises the soft limit as far as this run needs it and the hard one lets it."""
+    """Raises the soft limit as far as this run needs it and the hard one lets it. A plan behind the first step may do without
+    its files, so that these are no fault."""
     count = ((config["zero_optimization"].get("offload_param") or {}).get("buffer_count")) or _STOCK_FILES
     ssds = len(resolved.nvme_paths or [""])
     ours = ssds * sum(min(_depth(config), most) + 1 for most in _queues(forecast, resolved))
     needed = int(len(os.listdir("/proc/self/fd")) + ours + count + _STOCK_FILES + _SPARE)  # noqa: PTH208  # names, no paths
+    is_open = resolved.activations.is_open and resolved.activations.keep is not None
+    later = ssds * 2 * (_depth(config) + 1) if is_open else 0  # for kept values, should the plan have them on SSD
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
         yield (
             f"open files: this rank needs up to {needed}, {hard} are allowed; raise the limit (ulimit -Hn {needed}), or write a"
             " smaller aio.queue_depth"
         )
-    elif soft != resource.RLIM_INFINITY and needed > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    elif soft != resource.RLIM_INFINITY and needed + later > soft:
+        most = needed + later if hard == resource.RLIM_INFINITY else min(needed + later, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _event_faults(forecast: Forecast, config: dict[str, Any], resolved: RunSettings) -> Iterator[str]:

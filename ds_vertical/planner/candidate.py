@@ -36,6 +36,7 @@ _Found = TypeVar("_Found")
 _RANKED_LAYERS: Final = 5
 _PIECES: Final = 8  # of a layer in the optimizer's pipeline
 _STEADY_STEPS: Final = 3
+AS_GOOD: Final = 1.001  # times the seconds of the best shares, by the program: then all cells keep
 POLICIES: Final[tuple[ActivationPolicy, ...]] = ("none", "free", "products", "everything")  # the simplest first
 
 
@@ -93,9 +94,9 @@ class Choice:
         return {**vars(self), "placement": self.placement.named(), "kept": kept, "levels": levels}
 
 
-def _uncollected(function: Callable[_Given, _Found]) -> Callable[_Given, _Found]:
-    """Let no garbage be collected meanwhile. What a simulation makes is in no cycle. The collector would look at all objects of
-    the process again and again, which are many once torch is imported."""
+def uncollected(function: Callable[_Given, _Found]) -> Callable[_Given, _Found]:
+    """Let no garbage be collected meanwhile. What a plan makes is in no cycle. The collector would look at all objects of the
+    process again and again, which are many once torch is imported."""
 
     @wraps(function)
     def called(*args: _Given.args, **kwargs: _Given.kwargs) -> _Found:
@@ -175,7 +176,7 @@ class Candidate:
         size = max(memory_budget.PART_ELEMENTS, max(elements) // self.shape.num_shards // _PIECES)
         return replace(self.shape, layer_elements=elements, part_elements=size)
 
-    @_uncollected
+    @uncollected
     def simulated(self, num_layers: int) -> SimulatedRun:
         """Steps of the model's first layers."""
         shape, (schedule, needs) = self.coarse(num_layers), training_with_needs(self._training(num_layers))
@@ -202,7 +203,7 @@ class Candidate:
         return few + (more - few) * (count - _RANKED_LAYERS) / _RANKED_LAYERS
 
     @cached_property
-    @_uncollected
+    @uncollected
     def bound(self) -> Bound:
         """The least time of a step, as `step_bound` has it."""
         count = self.shape.num_layers
@@ -210,7 +211,7 @@ class Candidate:
         return step_bound(schedule, self.machine, shape, parts=self.parts(shape), needs=needs)
 
     @cached_property
-    @_uncollected
+    @uncollected
     def traffic(self) -> Traffic:
         """Bytes of one step to and from this rank's SSD."""
         shape = self.coarse(self.shape.num_layers)
@@ -334,6 +335,78 @@ def _keeping(choice: Choice) -> str:
         return f'activations.keep "{choice.policy}"'
     shares = [f"{kept.share(tier):.0%} on {tier}" for tier in Tier if kept.share(tier)]
     return f'activations.keep "{choice.policy}" ({", ".join(shares)})'
+
+
+# ---- ways to keep
+
+
+def solved_ways(case: LpProblem) -> Iterator[tuple[LpProblem, Solution]]:
+    """The case with nothing kept, and with each policy in each pair of tiers."""
+    for policy in POLICIES:
+        for tiers in _keep_tiers(case, policy):
+            given = replace(case, menu=case.menu and case.menu.only(policy), keep_tiers=tiers)
+            best = linear_program.solve(given)
+            if len(given.kept) == 1 and best is not None and (not best.kept or best.kept[0][2] < 1):
+                whole = linear_program.solve(replace(given, fixed={**case.fixed, **dict.fromkeys(given.kept, 1.0)}))
+                is_good = whole is not None and whole.seconds <= AS_GOOD * best.seconds
+                best = whole if is_good or not best.kept else best  # where none is best, the loss of all is what to tell
+            if best is not None:
+                yield given, best
+
+
+def solved_tiers(case: LpProblem, share: float) -> Iterator[tuple[LpProblem, Solution, list[KeptShare]]]:
+    """The case with a `share` of the cells kept by the one policy of its menu, in each tier and each pair of tiers that have
+    room for it by the program; and the ways to divide whole cells between these, the nearest to the program's first."""
+    assert case.menu is not None
+    (point,) = case.menu.points
+    for tiers in _keep_tiers(case, point.name):
+        given = replace(case, keep_tiers=tiers, keep_share=share)
+        solution = linear_program.solve(given)
+        if solution is not None:
+            divided = ([own.get(tier, 0.0) for tier in Tier] for own in _divided(given, solution))
+            yield given, solution, [KeptShare(point, *shares) for shares in divided]
+
+
+def _divided(given: LpProblem, solution: Solution) -> Iterator[dict[Tier, float]]:
+    """See `solved_tiers`. What one tier takes alone is the share as it was asked for; a pair has cells in both."""
+    (first, *others), share, count = given.keep_tiers, given.keep_share or 0.0, given.num_cells
+    if not others:
+        yield {first: share}
+    elif len(solution.kept) == 2:
+        in_first, total = count * sum(part for _, tier, part in solution.kept if tier is first), round(share * count)
+        for number in (int(in_first + 1e-6), int(in_first + 1e-6) + 1):
+            if 0 < number < total:
+                yield {first: number / count, others[0]: (total - number) / count}
+
+
+def _keep_tiers(case: LpProblem, policy: str) -> Iterator[tuple[Tier, ...]]:
+    """Where what a policy keeps may rest, in one tier or two; the device where it keeps no bytes."""
+    point = next((p for p in case.menu.points if p.name == policy), None) if case.menu else None
+    if policy == "none" or (point is not None and not point.num_bytes):
+        yield (Tier.DEVICE,)
+    elif point is not None:
+        here = [tier for tier in case.keep_tiers if not (tier is Tier.HOST and case.machine.one_memory)]
+        beside = Tier.DEVICE if case.machine.one_memory else Tier.HOST  # of which the JSON has a share of its own
+        yield from ((tier,) for tier in here)
+        yield from ((beside, tier) for tier in here if beside in here and tier is not beside)
+
+
+def settled(case: LpProblem, choice: Choice) -> LpProblem:
+    """The case with what the choice has settled besides keeping."""
+    placement, in_files = choice.placement, case.shape.in_files(TensorKind.PARAMETERS) > 0
+    fixed = {
+        "activations_on_host": placement.share(TensorKind.ACTIVATIONS, Tier.HOST),
+        "activations_on_ssd": placement.share(TensorKind.ACTIVATIONS, Tier.SSD),
+        "parameters_in_host": placement.share(TensorKind.PARAMETERS, Tier.HOST) if in_files else 0.0,
+        "gradients_on_ssd": placement.share(TensorKind.GRADIENTS, Tier.SSD),
+    }
+    return replace(case, fixed=fixed)
+
+
+def kept_so(choice: Choice, given: LpProblem, solution: Solution, kept: KeptShare | None) -> Candidate:
+    """The choice with so much kept."""
+    case = replace(given, shape=replace(given.shape, kept=kept))
+    return Candidate(replace(choice, kept=kept), case, solution.seconds, solution.binding)
 
 
 # ---- a share of the optimizer's state in host memory

@@ -119,7 +119,8 @@ class LpProblem:
 
     `limits`: bytes per tier on this rank's part of the machine. `early`: the rest beside the delayed share is stepped in the
     backward; otherwise every gradient waits for the norm, and all steps come in the next forward. `menu`: what a layer may keep
-    of its forward; `keep_tiers`: where. `fixed`: shares that are given, by name.
+    of its forward; `keep_tiers`: where; `keep_share`: of the cells, those that keep (None: as many as pays). `fixed`: shares
+    that are given, by name.
     """
 
     shape: ModelShape
@@ -131,6 +132,7 @@ class LpProblem:
     further: tuple[memory_budget.BudgetItem, ...] = ()
     menu: KeepMenu | None = None
     keep_tiers: tuple[Tier, ...] = tuple(Tier)
+    keep_share: float | None = None
     fixed: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -164,7 +166,10 @@ def constraints(case: LpProblem) -> tuple[Constraint, ...]:
     together: Row = {name: 1.0 for name, (kind, _) in _CHOSEN.items() if kind is TensorKind.ACTIVATIONS}
     rows.append(Constraint("activations", together, 1.0))
     if case.kept:
-        rows.append(Constraint("kept activations", dict.fromkeys(case.kept, 1.0), 1.0))
+        most = 1.0 if case.keep_share is None else case.keep_share
+        rows.append(Constraint("kept activations", dict.fromkeys(case.kept, 1.0), most))
+    if case.keep_share is not None:
+        rows.append(Constraint("share that is kept", dict.fromkeys(case.kept, -1.0), -case.keep_share))
     return tuple(rows)
 
 

@@ -30,7 +30,7 @@ from typing import Final
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner.activation_tiers import in_whole_micro_batches
 from ds_vertical.planner.candidate import (
-    POLICIES,
+    AS_GOOD,
     Candidate,
     Choice,
     beside_state,
@@ -39,7 +39,11 @@ from ds_vertical.planner.candidate import (
     gaining_shares,
     held_share,
     in_pairs,
+    kept_so,
+    settled,
     simplicity,
+    solved_tiers,
+    solved_ways,
     with_network,
     with_state_in_memory,
 )
@@ -60,7 +64,6 @@ _KEEPING: Final = 3  # ways to keep of each case that the simulator ranks, besid
 _NEAR: Final = 1.25  # of the best case's seconds: what is ranked
 _RUNNERS_UP: Final = 3
 _EQUAL: Final = 1.01  # plans nearer than this are one as good as the other
-_AS_GOOD: Final = 1.001  # times the seconds of the best shares, by the program: then all cells keep
 _STATES: Final = (1.0, 0.0)  # shares of the state on SSD
 _SHARED_STATES: Final = (0.8, 0.6, 0.4, 0.2)  # where nothing fits with all of it in one place
 _MORE: Final = 0.02  # of a tier: steps by which advice on memory grows until what it says fits
@@ -184,27 +187,42 @@ def tune_keeping(case: LpProblem, choice: Choice) -> tuple[Candidate, Candidate,
     """The best way to keep for a model whose sizes, timing and tiers are settled; and `choice` itself, which keeps nothing and
     is taken where nothing is better by more than a hundredth; and the best of those that keep otherwise than the first, None
     where there is no other. `case`: with the menu."""
-    placement, in_files = choice.placement, case.shape.in_files(TensorKind.PARAMETERS) > 0
-    fixed = {
-        "activations_on_host": placement.share(TensorKind.ACTIVATIONS, Tier.HOST),
-        "activations_on_ssd": placement.share(TensorKind.ACTIVATIONS, Tier.SSD),
-        "parameters_in_host": placement.share(TensorKind.PARAMETERS, Tier.HOST) if in_files else 0.0,
-        "gradients_on_ssd": placement.share(TensorKind.GRADIENTS, Tier.SSD),
-    }
     own = Candidate(choice, replace(case, menu=None), 0.0, ())
     found: list[Candidate] = []
-    for given, solution in _solved_ways(replace(case, fixed=fixed)):
+    for given, solution in solved_ways(settled(case, choice)):
         kept = solution.kept_share(given)
-        shape = replace(case.shape, kept=kept)
-        made = Candidate(replace(choice, kept=kept), replace(given, shape=shape), solution.seconds, solution.binding)
+        made = kept_so(choice, given, solution, kept)
         found += [made] if kept is not None and fits(made) else []
-    found.sort(key=lambda candidate: candidate.program_s)
-    ranked = found[:_KEEPING]
-    least = min((candidate.estimate_s for candidate in ranked), default=0.0)
-    best = min((c for c in ranked if c.estimate_s <= _EQUAL * least), key=simplicity, default=own)
+    ranked = _nearest(found)
+    best = _simplest(ranked) or own
     taken = best if best.estimate_s * _EQUAL < own.estimate_s else own
     others = (candidate for candidate in (*ranked, own) if candidate.choice.kept != taken.choice.kept)
-    return taken, own, min(others, key=lambda candidate: candidate.estimate_s, default=None)
+    return taken, own, min(others, key=_estimate_s, default=None)
+
+
+def tune_tier(case: LpProblem, choice: Choice, share: float) -> tuple[Candidate | None, Candidate, Candidate | None]:
+    """The best tier, or pair of tiers, for what a `share` of the cells keeps by the one policy of the case's menu, for a model
+    as `tune_keeping` has it; None where none has room for all of it. And `choice` itself, which keeps nothing, and the best of
+    the other tiers, None where no other one has room."""
+    own = Candidate(choice, replace(case, menu=None), 0.0, ())
+    found: list[Candidate] = []
+    for given, solution, ways in solved_tiers(settled(case, choice), share):
+        made = (kept_so(choice, given, solution, kept) for kept in ways)
+        found += [candidate for candidate in made if fits(candidate)][:1]
+    best = _simplest(found)
+    others = (candidate for candidate in found if candidate is not best)
+    return best, own, min(others, key=_estimate_s, default=None)
+
+
+def _nearest(found: Sequence[Candidate]) -> list[Candidate]:
+    """Those that the simulator ranks, the best by the program first."""
+    return sorted(found, key=lambda candidate: candidate.program_s)[:_KEEPING]
+
+
+def _simplest(ranked: Sequence[Candidate]) -> Candidate | None:
+    """Of those as good as the best by the simulator."""
+    least = min((candidate.estimate_s for candidate in ranked), default=0.0)
+    return min((c for c in ranked if c.estimate_s <= _EQUAL * least), key=simplicity, default=None)
 
 
 # ---- cases
@@ -389,25 +407,11 @@ def _in_place(case: LpProblem) -> bool:
 def _ways_to_keep(entry: _Entry) -> Iterator[Candidate]:
     """See [Note: keeping]."""
     case, size, blocks, _ = entry
-    found = [_candidate(given, size, blocks, solution, window=given.terms.window) for given, solution in _solved_ways(case)]
+    found = [_candidate(given, size, blocks, solution, window=given.terms.window) for given, solution in solved_ways(case)]
     found.sort(key=lambda candidate: candidate.program_s)
     keeping = [c for c in found if c.choice.policy != "none" and c.program_s <= _NEAR * found[0].program_s]
     yield from [c for c in found if c.choice.policy == "none"][:1]
     yield from keeping[:_KEEPING]
-
-
-def _solved_ways(case: LpProblem) -> Iterator[tuple[LpProblem, Solution]]:
-    """The case with nothing kept, and with each policy in each pair of tiers."""
-    for policy in POLICIES:
-        for tiers in _keep_tiers(case, policy):
-            given = replace(case, menu=case.menu and case.menu.only(policy), keep_tiers=tiers)
-            best = linear_program.solve(given)
-            if len(given.kept) == 1 and best is not None and (not best.kept or best.kept[0][2] < 1):
-                whole = linear_program.solve(replace(given, fixed={**case.fixed, **dict.fromkeys(given.kept, 1.0)}))
-                is_good = whole is not None and whole.seconds <= _AS_GOOD * best.seconds
-                best = whole if is_good or not best.kept else best  # where none is best, the loss of all is what to tell
-            if best is not None:
-                yield given, best
 
 
 def _with_shared_state(candidate: Candidate) -> Iterator[Candidate]:
@@ -415,22 +419,10 @@ def _with_shared_state(candidate: Candidate) -> Iterator[Candidate]:
     choice, case = candidate.choice, candidate.case
     decides = any(what.startswith("SSD") for what in candidate.binding)  # otherwise fewer bytes gain nothing
     if decides and case.shape.in_files(TensorKind.STATE) == 1:
-        found = gaining_shares(case, DELAYS[:-1:2] if case.early else (1.0,), candidate.program_s / _AS_GOOD)
+        found = gaining_shares(case, DELAYS[:-1:2] if case.early else (1.0,), candidate.program_s / AS_GOOD)
         sizes, window = (choice.micro_batch_size, choice.blocks_per_layer), case.terms.window
         made = (_candidate(given, *sizes, solution, window=window) for given, solution in found[:_SHARING])
         yield from (replace(c, case=replace(c.case, limits=case.limits)) for c in made if fits(c))
-
-
-def _keep_tiers(case: LpProblem, policy: str) -> Iterator[tuple[Tier, ...]]:
-    """Where what a policy keeps may rest, in one tier or two; the device where it keeps no bytes."""
-    point = next((p for p in case.menu.points if p.name == policy), None) if case.menu else None
-    if policy == "none" or (point is not None and not point.num_bytes):
-        yield (Tier.DEVICE,)
-    elif point is not None:
-        here = [tier for tier in case.keep_tiers if not (tier is Tier.HOST and case.machine.one_memory)]
-        beside = Tier.DEVICE if case.machine.one_memory else Tier.HOST  # of which the JSON has a share of its own
-        yield from ((tier,) for tier in here)
-        yield from ((beside, tier) for tier in here if beside in here and tier is not beside)
 
 
 def _spread(solved: Sequence[_Entry]) -> list[_Entry]:

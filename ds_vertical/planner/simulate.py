@@ -23,7 +23,7 @@ issued ahead of it (`STEP.d0`) the values only: what is written is needed by the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import truediv
@@ -117,8 +117,7 @@ def simulate(
         costs = tuple((tuple(stage for job in cost for stage in job),) if cost else () for cost in costs)
     needs = dependencies(schedule.events) if needs is None else needs
     simulation = _Simulation(schedule.events, costs, machine, settings)
-    for earlier, later in _edges(schedule.events, needs, steps):
-        simulation.add_edge(earlier, later)
+    simulation.add_edges(_edges(schedule.events, needs, steps))
     simulation.limit_slots(slots)
     if settings.overlap:
         simulation.read_ahead(schedule)
@@ -127,13 +126,14 @@ def simulate(
 
 def _edges(events: Sequence[Event], needs: Needs, steps: int) -> Iterator[tuple[int, int]]:
     count = len(events)
-    boundary = list(_boundary(events)) + [(j, i + count) for j, i in _written_before_fetch(events)]
+    own = [(j, index) for index, earlier in enumerate(needs) for j in earlier]
+    own += _written_before_fetch(events)
+    boundary = list(_boundary(events)) if steps > 1 else []
     for step in range(steps):
-        for index, earlier in enumerate(needs):
-            yield from ((step * count + j, step * count + index) for j in earlier)
-        yield from ((step * count + j, step * count + i) for j, i in _written_before_fetch(events))
+        first = step * count
+        yield from ((first + j, first + i) for j, i in own)
         if step:
-            yield from (((step - 1) * count + j, step * count + i) for j, i in boundary if i < count)
+            yield from ((first - count + j, first + i) for j, i in boundary)
 
 
 def _boundary(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
@@ -169,10 +169,12 @@ def _written_before_fetch(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
 
 @dataclass(eq=False, slots=True)
 class _Task:
-    """A stage on its way. `waits`: what must be complete before it may run, besides its queue."""
+    """A stage on its way, on `lane` in `queue`. `waits`: what must be complete before it may run, besides its queue."""
 
     index: int
     stage: Stage
+    lane: Lane
+    queue: deque[_Task]
     waits: int
     left_s: float
     followers: list[_Task] = field(default_factory=list)
@@ -208,8 +210,8 @@ class _Simulation:
         self.queues: dict[tuple[str, str], deque[_Task]] = {}
         for index, cost in enumerate(tuple(costs) * steps):
             self.jobs.append([self._chain(index, job) for job in cost])
-        self.tasks_left = [sum(map(len, jobs)) for jobs in self.jobs]
-        self.values_left = [sum(t.stage.lane != "ssd_write" for job in jobs for t in job) for jobs in self.jobs]
+        self.tasks_left = [sum(map(len, cost)) for cost in costs] * steps
+        self.values_left = [sum(stage.lane != "ssd_write" for job in cost for stage in job) for cost in costs] * steps
         self.hinted: list[list[_Task]] = [[] for _ in range(count)]
         self.ran: list[tuple[int, Stage, float, float]] = []
         self.busy_s: dict[Lane, float] = {}
@@ -218,21 +220,28 @@ class _Simulation:
         self.transfers_load = machine.one_memory and (machine.ssd_core_s_per_byte or machine.net_core_s_per_byte)
 
     def _chain(self, index: int, job: Sequence[Stage]) -> list[_Task]:
-        tasks = [_Task(index, stage, 1, stage.seconds) for stage in job]
-        for task, follower in zip(tasks, tasks[1:], strict=False):
-            task.followers.append(follower)
-        for task in tasks:
-            self.queues.setdefault((task.stage.lane, task.stage.purpose), deque()).append(task)
+        tasks: list[_Task] = []
+        for stage in job:
+            queue = self.queues.setdefault((stage.lane, stage.purpose), deque())
+            task = _Task(index, stage, stage.lane, queue, 1, stage.seconds)
+            queue.append(task)
+            if tasks:
+                tasks[-1].followers.append(task)
+            tasks.append(task)
         return tasks
 
-    def add_edge(self, earlier: int, later: int) -> None:
-        """`later` needs `earlier`: of a delayed step its values, for a FETCH its files."""
-        by_values = False
-        if self.delayed[earlier]:
-            is_first = self.events[earlier].ahead and later in self.first_fetches
-            by_values = (is_first or self.events[later].op is not Op.FETCH) and self.values_left[earlier] > 0
-        (self.on_values if by_values else self.on_end)[earlier].append(later)
-        self.waits[later] += 1
+    def add_edges(self, edges: Iterable[tuple[int, int]]) -> None:
+        """Of each pair the second event needs the first: of a delayed step its values, for a FETCH its files."""
+        delayed, on_end, on_values, waits = self.delayed, self.on_end, self.on_values, self.waits
+        for earlier, later in edges:
+            by_values = delayed[earlier] and self._needs_values(earlier, later)
+            (on_values if by_values else on_end)[earlier].append(later)
+            waits[later] += 1
+
+    def _needs_values(self, step: int, later: int) -> bool:
+        """Whether an event waits for the values of a delayed step alone."""
+        is_first = self.events[step].ahead and later in self.first_fetches
+        return (is_first or self.events[later].op is not Op.FETCH) and self.values_left[step] > 0
 
     def limit_slots(self, slots: int) -> None:
         """The k-th read of state waits for the (k - slots)-th write of state."""
@@ -257,9 +266,10 @@ class _Simulation:
     # ---- the run
 
     def run(self) -> SimulatedRun:
+        queues = list(self.queues.values())
         while True:
             self._issue()
-            active = [queue[0] for queue in self.queues.values() if queue and queue[0].waits == 0]
+            active = [queue[0] for queue in queues if queue and not queue[0].waits]
             if not active:
                 break
             self._advance(active)
@@ -270,23 +280,19 @@ class _Simulation:
         return SimulatedRun(self.events, self.steps, self.ran, tuple(issued), tuple(ended), self.busy_s)
 
     def _issue(self) -> None:
-        count = len(self.events)
-        while (index := self.next) < count and self._may_issue(index):
-            self.next += 1
-            self.issued_s[index] = self.now
-            if self.events[index].op in COMPUTE_OPS:
-                self.computing = index
-            if self.waits[index] == 0:
-                self._start(index)
-
-    def _may_issue(self, index: int) -> bool:
         """See [Note: issuing]."""
-        op = self.events[index].op
-        if not self.overlap and self.num_ended < index:
-            return False
-        if self.machine.one_memory and self.computing is not None and self.end_s[self.computing] is None:
-            return False
-        return op in OPTIMIZER_OPS or self.waits[index] == 0
+        events, waits, count, one_memory = self.events, self.waits, len(self.events), self.machine.one_memory
+        while (index := self.next) < count and (not waits[index] or events[index].op in OPTIMIZER_OPS):
+            if one_memory and self.computing is not None and self.end_s[self.computing] is None:
+                return
+            if not self.overlap and self.num_ended < index:
+                return
+            self.next = index + 1
+            self.issued_s[index] = self.now
+            if events[index].op in COMPUTE_OPS:
+                self.computing = index
+            if not waits[index]:
+                self._start(index)
 
     def _start(self, index: int) -> None:
         """The event is issued and has what it needs: its first stages may run; without stages it is over."""
@@ -310,13 +316,12 @@ class _Simulation:
 
     def _advance(self, active: Sequence[_Task]) -> None:
         """Let time pass until the first of the active stages is complete."""
-        lanes: tuple[Lane, ...] = tuple([task.stage.lane for task in active])
-        rates = self._rates(active, lanes)
+        lanes: tuple[Lane, ...] = tuple([task.lane for task in active])
+        rates, busy_s, begun_s = self._rates(active, lanes), self.busy_s, self.now
         passed_s = min(map(truediv, [task.left_s for task in active], rates))
         active_lanes: set[Lane] = set(lanes)
         for lane in active_lanes:
-            self.busy_s[lane] = self.busy_s.get(lane, 0.0) + passed_s
-        begun_s = self.now
+            busy_s[lane] = busy_s.get(lane, 0.0) + passed_s
         self.now += passed_s
         for task, rate in zip(active, rates, strict=True):
             if task.start_s is None:
@@ -350,12 +355,12 @@ class _Simulation:
         return tuple(factors[lane] for lane in lanes)
 
     def _complete(self, task: _Task) -> None:
-        index, stage = task.index, task.stage
-        self.queues[stage.lane, stage.purpose].popleft()
-        self.ran.append((index, stage, task.start_s or 0.0, self.now))
+        index = task.index
+        task.queue.popleft()
+        self.ran.append((index, task.stage, task.start_s or 0.0, self.now))
         for follower in task.followers:
             follower.waits -= 1
-        if stage.lane != "ssd_write":
+        if task.lane != "ssd_write":
             self.values_left[index] -= 1
             if self.values_left[index] == 0:
                 self._satisfy(self.on_values[index])

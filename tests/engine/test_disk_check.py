@@ -134,8 +134,8 @@ def forecast(on_ssd: int) -> Any:
     return SimpleNamespace(files=SimpleNamespace(num_files=on_ssd), terms=SimpleNamespace(slots=4))
 
 
-def settings() -> RunSettings:
-    section = load_section({"vertical_schedule": {}})
+def settings(**keys: Any) -> RunSettings:
+    section = load_section({"vertical_schedule": keys})
     assert section is not None
     return resolve(section)
 
@@ -156,6 +156,20 @@ def test_open_files_are_counted_and_the_soft_limit_is_raised(monkeypatch: pytest
     (fault,) = disk_check._descriptor_faults(forecast(10**6), made, resolved)
     told = re.search(r"open files: this rank needs up to (\d+), 10000 are allowed; raise the limit \(ulimit -Hn", fault)
     assert told is not None and 10_000 < int(told[1]) < 11_000
+
+
+@pytest.mark.parametrize("hard", [10_000, 500, resource.RLIM_INFINITY])
+def test_files_of_a_tier_that_is_still_open_are_counted_and_are_no_fault(monkeypatch: pytest.MonkeyPatch, hard: int) -> None:
+    """The two queues of kept values, as far as the hard limit lets the soft one go. The plan may do without them."""
+    made, limits = config_in(Path("/ssd")) | {"aio": {"queue_depth": 200}}, list[tuple[int, int]]()
+    monkeypatch.setattr(disk_check.os, "listdir", lambda _: [""] * 10)
+    monkeypatch.setattr(disk_check.resource, "getrlimit", lambda _: (1, hard))
+    monkeypatch.setattr(disk_check.resource, "setrlimit", lambda _, both: limits.append(both))
+    for keys in ({"keep": "everything", "keep_device": "device"}, {"keep": "everything"}):
+        assert list(disk_check._descriptor_faults(forecast(10), made, settings(activations=keys))) == []
+    (least, _), (most, _) = limits
+    depth = disk_check._depth(made)
+    assert least < 500 and most == (500 if hard == 500 else least + 2 * (depth + 1))
 
 
 def test_the_kernels_events_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Run, assert_identical, base_config, differing, read_weights, run_arm, running, start_process_group
+from harness import Run, assert_identical, base_config, differing, read_weights, run_arm, running
+from keep_choices import COUNT, MIXER, ROOM, config, kept, planner, report, step
 from models import MixerModel, token_batches
 from places import SUPPORT
 
@@ -22,55 +23,16 @@ from ds_vertical.config.section import load_section
 from ds_vertical.engine import memory_check
 from ds_vertical.engine.keeping import keeping
 from ds_vertical.engine.keeping import planner as keep_planner
-from ds_vertical.engine.keeping.measured import MeasuredStep, agreed
+from ds_vertical.engine.keeping.measured import agreed
 from ds_vertical.engine.keeping.planner import KeepChoice, KeepPlanner
 from ds_vertical.engine.memory_check import Forecast, groups_of
 from ds_vertical.errors import StorageError
 from ds_vertical.model.layers import map_layers
 from ds_vertical.planner.candidate import Candidate
-from ds_vertical.planner.model_shape import Seconds
 from ds_vertical.planner.search import tune_keeping
-from ds_vertical.types import ActivationPolicy, Tier
-
-MIXER = partial(MixerModel, 4, 512, dropout=0.1)
-COUNT = 4
-MENU: dict[ActivationPolicy, tuple[float, float]] = {"free": (0.0, 0.01), "products": (2e6, 0.03), "everything": (6e6, 0.04)}
-ROOM: dict[Tier, float | None] = {Tier.DEVICE: 1e9, Tier.HOST: 1e9, Tier.SSD: 1e12}
-
-
-def config(folder: Path, place: str = "cpu", count: int = COUNT, **section: Any) -> dict[str, Any]:
-    return base_config(
-        folder, num_micro_batches=count, dtype="fp32", params=place, optimizer=place, clip=0.0, section={"seed": 11, **section}
-    )
-
-
-def report(read: float = 2e9, write: float = 2e9) -> dict[str, Any]:
-    machine = {"ssd_read_bytes_per_s": read, "ssd_write_bytes_per_s": write, "adam_elements_per_s": 1e10, "host_cores": 2}
-    return {"machine": machine | {"one_memory": True}, "rates": {"fp32_flops_per_s": 1e9}, "date": "2026-11-22"}
-
-
-def step(block_s: float = 0.05, menu: Any = None, room: Any = None) -> MeasuredStep:
-    """A first step whose blocks take so long in a forward, of which the menu saves its part."""
-    menu = {policy: (size, saved * block_s / 0.05) for policy, (size, saved) in (MENU if menu is None else menu).items()}
-    return MeasuredStep(Seconds(block_s, 2 * block_s, 0.0, 0.0, 0.0), 100_000, menu, ("some reason",), room or ROOM)
-
-
-def planner(folder: Path, found: dict[str, Any] | None, place: str = "nvme", **section: Any) -> KeepPlanner:
-    start_process_group()
-    made, network = config(folder, place, **section), MIXER()
-    own = load_section(made)
-    assert own is not None
-    resolved = resolve(own)
-    forecast = Forecast(map_layers(network, None), groups_of(network, None, None), made, resolved)
-    return KeepPlanner(forecast, resolved, found, 4_000_000_000, 7)
-
+from ds_vertical.types import Tier
 
 # ---- the choice
-
-
-def kept(choice: KeepChoice) -> tuple[Any, ...]:
-    settings = choice.settings
-    return settings.keep, settings.keep_device, settings.keep_share, settings.keep_host_share
 
 
 def test_the_plan_keeps_what_pays_where_there_is_room(tmp_path: Path) -> None:
@@ -234,11 +196,11 @@ def test_a_plan_from_the_limits_keeps_from_the_second_step_with_stocks_bits(
     monkeypatch.setenv("DS_VERTICAL_LIMITS", str(tmp_path / "limits.json"))
     room = ROOM if tier is Tier.DEVICE else {**ROOM, Tier.DEVICE: 0.0, Tier.HOST: 1.5e8}
     monkeypatch.setattr(keeping, "measured_step", lambda *_: step(room=room))
-    batches, kept = token_batches(3, 3, rows=1, shortest=5), list[Any]()
+    batches, records = token_batches(3, 3, rows=1, shortest=5), list[Any]()
     plain = run_arm(config(tmp_path, "nvme", count=3), MIXER, batches, vertical=False)
     made = config(tmp_path, "nvme", count=3)
-    assert_identical(plain, run_arm(made, MIXER, batches, vertical=True, between=lambda engine, _: kept.append(engine.kept)))
-    assert kept[0] is None and all(dict(each.cells)[tier] > 0 for each in kept[1:])
+    assert_identical(plain, run_arm(made, MIXER, batches, vertical=True, between=lambda engine, _: records.append(engine.kept)))
+    assert records[0] is None and all(dict(each.cells)[tier] > 0 for each in records[1:])
     told = capfd.readouterr().out
     assert "(null: planned from the limits of 2026-11-22 and the first step: " in told and "less time a step than" in told
 
@@ -289,12 +251,13 @@ with harness.running(json.loads(sys.argv[3]), own.MIXER, vertical=True) as (engi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
-def test_all_ranks_keep_the_same(tmp_path: Path, place: str) -> None:
-    """The first alone has a report."""
+@pytest.mark.parametrize(("place", "keep", "reports"), [("cpu", None, 1), ("nvme", None, 1), ("nvme", "everything", 2)])
+def test_all_ranks_keep_the_same(tmp_path: Path, place: str, keep: str | None, reports: int) -> None:
+    """By a plan where both have a report."""
     limits, store = tmp_path / "limits.json", tmp_path / "store"
     limits.write_text(json.dumps(report()))
-    command = [sys.executable, "-c", RANK, str(SUPPORT), str(store), json.dumps(config(tmp_path, place))]
+    made = config(tmp_path, place, activations={"keep": keep})
+    command = [sys.executable, "-c", RANK, str(SUPPORT), str(store), json.dumps(made)]
     launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     started = [
@@ -307,7 +270,7 @@ def test_all_ranks_keep_the_same(tmp_path: Path, place: str) -> None:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank, named in enumerate((str(limits), ""))
+        for rank, named in enumerate((str(limits), str(limits) if reports == 2 else ""))
     ]
     try:
         outputs = [process.communicate(timeout=300)[0] for process in started]
@@ -316,3 +279,5 @@ def test_all_ranks_keep_the_same(tmp_path: Path, place: str) -> None:
             process.kill()
     chosen = [[line for line in output.splitlines() if line.startswith("chosen")] for output in outputs]
     assert chosen[0] and chosen[0] == chosen[1], "\n".join(output[-2000:] for output in outputs)
+    if keep is not None:
+        assert f"keep='{keep}', keep_device=<Tier." in chosen[0][0] and "(keep_device null: planned from" in outputs[0]

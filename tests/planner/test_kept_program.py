@@ -89,6 +89,18 @@ def test_no_mixture_of_policies_and_tiers_is_better(read: float, host: float, on
     assert plain is not None and found.seconds <= plain.seconds * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("tiers", [(Tier.SSD,), (Tier.HOST, Tier.SSD)])
+def test_a_share_that_is_asked_for_is_kept_whole_whatever_it_costs(tiers: tuple[Tier, ...]) -> None:
+    """The program would keep none of it beside an SSD so slow, and less than host memory has no room for."""
+    machine = Machine(1e8, 1e8, 1e9, 16, False, 1e10, 1e10)
+    given = replace(case(machine, (8 * GIB, 20 * GIB, 1e12), MENU.only("everything")), keep_tiers=tiers)
+    plain, asked = linear_program.solve(given), linear_program.solve(replace(given, keep_share=0.9))
+    assert plain is not None and sum(part for _, _, part in plain.kept) < 0.8
+    assert asked is not None and sum(part for _, _, part in asked.kept) == pytest.approx(0.9)
+    assert asked.seconds > plain.seconds
+    assert linear_program.solve(replace(given, keep_share=0.9, limits={**given.limits, Tier.SSD: 1e10})) is None
+
+
 def lohan_case(host: float) -> LpProblem:
     """13B, a batch of 32 sequences of 1024 tokens, an RTX 4090 with six SSDs; M = 1, alpha = 0, nothing else to choose."""
     h, num_layers, tokens = 5120, 40, 32 * 1024

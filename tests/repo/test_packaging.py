@@ -21,7 +21,7 @@ def test_a_wheel_has_the_shapes_the_machines_and_the_sources(tmp_path: Path) -> 
     subprocess.run([sys.executable, "-m", "pip", *words], check=True, timeout=200)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    folders = ("planner/machines", "compat/ops/csrc", "cli/report")
+    folders = ("planner/machines", "cli/plan/specs", "compat/ops/csrc", "cli/report")
     copied = {"configs/models": "models"} | {f"ds_vertical/{each}": each for each in folders}
     for folder, target in copied.items():
         data = (path.name for path in (ROOT / folder).iterdir() if path.suffix in (".json", ".cpp", ".j2"))

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from ds_vertical.cli.common import JsonObject, parse_bytes
+from ds_vertical.cli.plan.counted_specs import counted_spec, default_length
 from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
 from ds_vertical.cli.plan.half_steps import TwoHalves, two_halves
 from ds_vertical.cli.plan.pieces import time_pieces
@@ -23,7 +24,7 @@ from ds_vertical.io.atomic_file import check_out, write_out
 from ds_vertical.model.hf import named_shape, read_fields, shape_names
 from ds_vertical.planner import machine as profile
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.candidate import Candidate, into_node_bytes, most_micro_batches
+from ds_vertical.planner.candidate import Candidate, into_node_bytes, most_micro_batches, uncollected
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
 from ds_vertical.planner.machine import Profile, read_links
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of, without_frozen
@@ -106,6 +107,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def plan(options: argparse.Namespace) -> JsonObject:
     """The plan as JSON fields. Raises ConfigError, CostsError, PlanError."""
+    times_pieces = options.machine is None  # whose memory is to go back
+    return _planned(options) if times_pieces else uncollected(_planned)(options)
+
+
+def _planned(options: argparse.Namespace) -> JsonObject:
     _check(options)
     whole = _linked(_profile(options), options)
     ranks = options.nodes * options.num_ranks
@@ -195,19 +201,16 @@ def _linked(machine: Profile, options: argparse.Namespace) -> Profile:
 
 def _spec(options: argparse.Namespace) -> tuple[ModelSpec, JsonObject]:
     path = named_shape(options.model)
+    fields = read_fields(path)
+    length = options.sequence_length or default_length(fields)
+    counted = counted_spec(path, fields, length, options.dtype)
+    if counted is not None and options.lora is None:
+        return counted, fields
     from ds_vertical.cli.plan.fake_run import Lora, read_spec
 
-    fields = read_fields(path)
-    length = options.sequence_length or min(2048, _positions(fields))
     targets = tuple(filter(None, (options.lora_targets or "").split(",")))
     lora = None if options.lora is None else Lora(options.lora, targets)
     return read_spec(Path(options.model).stem, fields, length, options.dtype, lora), fields
-
-
-def _positions(fields: JsonObject) -> int:
-    names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    found = [fields[name] for name in names if isinstance(fields.get(name), int)]
-    return next((positions for positions in found if positions > 0), 2048)  # -1 means that there is no limit
 
 
 def _limits(machine: Profile, options: argparse.Namespace) -> TierBytes:

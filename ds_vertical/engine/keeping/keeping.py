@@ -38,12 +38,24 @@ class _Measuring:
     num_micro_batches: int
 
 
+@dataclass(frozen=True, eq=False)
+class _InForce:
+    """By what steps keep. One object, so that an interrupt finds either all of it or all of what was before. `planner`: has yet
+    to choose; None: nothing is left to choose."""
+
+    settings: ActivationSettings
+    store: KeptStore | None
+    kinds: KeptKinds | None
+    planner: KeepPlanner | None
+
+
 class RunKeeping:
-    """What the steps keep. `settings`: in force; `store`: where kept bytes rest, None where none do.
+    """What the steps keep. `is_chosen`: whether the policy is the run's own choice, and not only its tier.
 
     `planner`: chooses where the JSON leaves it open; None: there is nothing to choose. `open_store`: makes the store for some
     settings, and is told whether cells give up where there is no room. `place`: the run's folder on SSD, and the bytes of host
-    memory that the budget leaves for activations. `passing`: measures the first step of a run with `elastic`, if set.
+    memory that the budget leaves for activations. `passing`: measures a step of a run with `elastic`, if set: the first one, or
+    the first that keeps what the JSON asks for.
     """
 
     def __init__(
@@ -54,17 +66,26 @@ class RunKeeping:
         open_store: OpenStore,
         place: tuple[Path | None, int],
     ) -> None:
-        self.settings = vertical.activations
-        self.is_chosen = vertical.activations.keep is None
-        self.store = open_store(self.settings, False)
+        self._asked = asked = vertical.activations
+        settings = replace(asked, keep=None) if asked.is_open else asked
+        self.is_chosen = asked.keep is None
+        self._now = _InForce(settings, open_store(settings, False), _kinds_of(settings), planner)
         self._layers = layers
-        self._planner = planner
         self._open_store = open_store
         self._folder, self._left = place
-        self._kinds = _kinds_of(self.settings)
         self.passing: PassingBytes | None = None
         self._measuring: _Measuring | None = None
         self._ran: tuple[ActivationSettings, KeptStore | None] | None = None  # of the step under way, or of the last one
+
+    @property
+    def settings(self) -> ActivationSettings:
+        """Those in force."""
+        return self._now.settings
+
+    @property
+    def store(self) -> KeptStore | None:
+        """Where kept bytes rest; None where none do."""
+        return self._now.store
 
     @property
     def record(self) -> KeptRecord | None:
@@ -75,13 +96,14 @@ class RunKeeping:
         held = {} if store is None else store.resting
         cells = tuple((tier, count) for tier, (count, _) in held.items())
         num_bytes = tuple((tier, size) for tier, (_, size) in held.items())
-        policy = settings.keep if self._kinds is None else self._kinds.in_force
+        kinds = self._now.kinds
+        policy = settings.keep if kinds is None else kinds.in_force
         return KeptRecord(policy, tuple(settings.kept_shares.items()), cells, num_bytes)
 
     @property
     def is_asked(self) -> bool:
         """Whether the JSON asks for something to be kept."""
-        return not self.is_chosen and self._kinds is not None
+        return self._asked.keep not in (None, "none")
 
     # ---- a step
 
@@ -89,38 +111,39 @@ class RunKeeping:
         """Prepare `runner` for a step whose micro-batches call the model so often each. Returns the layers and micro-batches of
         which what the forward keeps leaves the device."""
         self._stop_measuring(runner)  # of a step that starts over
-        runner.kinds, runner.kept = self._kinds, self.store
-        self._ran = self.settings, self.store
-        if self.passing is not None:
-            runner.kept = self.passing.heard_by(self.store)
+        settings, store, kinds = self._now.settings, self._now.store, self._now.kinds
+        runner.kinds, runner.kept = kinds, store
+        self._ran = settings, store
+        if self.passing is not None and self._tells_passing:
+            runner.kept = self.passing.heard_by(store)
         if self.is_chosen and num_calls > 1:
             runner.kinds = runner.kept = self._ran = None
             return ()
-        if self._planner is not None:
+        if self._now.planner is not None:
             self._measure(runner, num_micro_batches)
         one_memory, count = accelerator.is_one_memory(), self._layers.num_layers
-        cells = kept_cells(count, num_micro_batches, self.settings.kept_shares, one_memory)
-        if self._kinds is not None:
-            self._kinds.cells = None if len(cells) == num_cells(count, num_micro_batches) else frozenset(cells)
+        cells = kept_cells(count, num_micro_batches, settings.kept_shares, one_memory)
+        if kinds is not None:
+            kinds.cells = None if len(cells) == num_cells(count, num_micro_batches) else frozenset(cells)
         away = {cell: tier for cell, tier in cells.items() if tier is not Tier.DEVICE}
-        if self.store is not None:
-            self.store.open_step(away, num_cells(count, num_micro_batches))
-        return tuple(away) if self.store is not None else ()
+        if store is not None:
+            store.open_step(away, num_cells(count, num_micro_batches))
+        return tuple(away) if store is not None else ()
 
     def close_step(self, runner: ScheduleRunner, num_calls: int) -> None:
-        """A step has run: choose what the next ones keep, where that is due. Collective there."""
-        if self.passing is not None:
+        """A step has run: choose what the next ones keep, where that is due. Collective there. Where this ends by an error, the
+        next step measures and chooses again."""
+        if self.passing is not None and self._tells_passing:
             self.passing.tell(self.store)
             self.passing = None
-        planner, measuring = self._planner, self._measuring
+        planner, measuring = self._now.planner, self._measuring
         if planner is None:
             return
-        self._planner = None
         self._stop_measuring(runner)
         if measuring is None:
             own = nothing_measured(f"the code of a micro-batch calls the model {num_calls} times", self._room())
         else:
-            own = measured_step(measuring.probe, measuring.times, self._layers, self._room())
+            own = measured_step(measuring.probe, measuring.times, self._layers, self._room(), self._asked.keep)
             own = replace(own, num_micro_batches=measuring.num_micro_batches)
         self._take(planner.choose(own))
 
@@ -135,6 +158,12 @@ class RunKeeping:
             self.store.close()
 
     # ---- the choice
+
+    @property
+    def _tells_passing(self) -> bool:
+        """Whether a step shows what passes and what is kept. While the tier of a written policy is open, a step keeps nothing.
+        What the run chooses by itself does not count, since it gives cells up."""
+        return self.is_chosen or self._now.planner is None
 
     def _measure(self, runner: ScheduleRunner, num_micro_batches: int) -> None:
         """Let the step that begins be measured."""
@@ -155,23 +184,25 @@ class RunKeeping:
         return {Tier.DEVICE: self._left if device is None else device, Tier.HOST: self._left, Tier.SSD: ssd}
 
     def _take(self, choice: KeepChoice) -> None:
-        """Keep so from now on, where every rank can."""
+        """Keep so from now on, where every rank can; else as the fixed rule has it, which needs no files."""
         store, error = None, None
         try:
-            store = self._open_store(choice.settings, True)
-        except (OSError, RuntimeError) as failure:  # of the kernel's queues, which have their limits
-            error = failure
-        if not ranks.is_true_on_all_ranks(error is None):
-            if store is not None:
+            try:
+                store = self._open_store(choice.settings, self.is_chosen)
+            except (OSError, RuntimeError) as failure:  # of the kernel's queues, which have their limits
+                error = failure
+            if not ranks.is_true_on_all_ranks(error is None):
+                if store is not None:
+                    store.close()
+                fixed = self.settings if self.is_chosen else replace(self._asked, keep_device=Tier.DEVICE)
+                choice = KeepChoice(fixed, f"a rank could not open its files: {error or 'its own output says why'}")
+                store = self._open_store(fixed, self.is_chosen)
+            self._now = _InForce(choice.settings, store, _kinds_of(choice.settings), None)
+        finally:
+            if store is not None and store is not self.store:
                 store.close()
-            self._say(KeepChoice(self.settings, f"a rank could not open its files: {error or 'its own output says why'}"))
-            return
-        self.settings, self.store, self._kinds = choice.settings, store, _kinds_of(choice.settings)
-        self._say(choice)
-
-    @staticmethod
-    def _say(choice: KeepChoice) -> None:
-        accelerator.log(f"ds_vertical: vertical_schedule.{describe_keeping(choice.settings)} (null: {choice.reason})")
+        null = "null" if self.is_chosen else "keep_device null"
+        accelerator.log(f"ds_vertical: vertical_schedule.{describe_keeping(choice.settings)} ({null}: {choice.reason})")
 
 
 def _kinds_of(settings: ActivationSettings) -> KeptKinds | None:
@@ -183,13 +214,15 @@ def _kinds_of(settings: ActivationSettings) -> KeptKinds | None:
 def describe_keeping(settings: ActivationSettings) -> str:
     """The policy, and of the cells (one layer of one micro-batch each) the shares in each tier."""
     shares = [f"{share:.0%} of the cells on {tier}" for tier, share in settings.kept_shares.items() if share]
+    if settings.is_open and settings.keep is not None:
+        shares = [f"{settings.keep_share:.0%} of the cells from the second step on"]
     return f'activations.keep = "{settings.keep or "none"}"' + (f", {', '.join(shares)}" if shares else "")
 
 
 def check_room(settings: ActivationSettings, needed: int, left: int) -> None:
     """Raises MemoryBudgetError, on every rank, where the memory budget of one, which takes `needed` bytes, leaves none for what
     the JSON has kept in host memory. How much a layer keeps shows with the first batch: see `KeptStore.note`. Collective."""
-    tiers = {tier for tier, share in settings.kept_shares.items() if share}
+    tiers = {Tier.DEVICE} if settings.is_open else {tier for tier, share in settings.kept_shares.items() if share}
     in_host = settings.keep in HOLDING and tiers and (accelerator.is_one_memory() or tiers != {Tier.DEVICE})
     if not ranks.is_true_on_all_ranks(bool(left) or not in_host):
         raise MemoryBudgetError(

@@ -12,13 +12,14 @@ from torch import nn
 
 from ds_vertical.model.kept.probe import BlockTimes, Probe
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.planner.kept_activations import KeepMenu, PolicyPoint, concave, mean_menu
+from ds_vertical.planner.kept_activations import NOTHING, KeepMenu, PolicyPoint, concave, mean_menu
 from ds_vertical.planner.model_shape import Seconds
 from ds_vertical.schedule.events import Event, Op
 from ds_vertical.schedule.trace import Tracer
-from ds_vertical.types import HOLDING, PRE, ActivationPolicy, Tier
+from ds_vertical.types import BELOW, HOLDING, PRE, ActivationPolicy, Tier
 
 _POLICIES: Final[tuple[ActivationPolicy, ...]] = ("free", "products", "everything")
+_LEAST_S: Final = 1e-9  # that a policy which the JSON asks for saves of a call: a menu has none that saves nothing
 
 
 class EventTimes(Tracer):
@@ -67,13 +68,20 @@ class MeasuredStep:
         return KeepMenu("block", blocks_per_layer * num_layers, self.points).times(blocks_per_layer)
 
 
-def measured_step(probe: Probe, times: EventTimes | None, layers: LayerMap, room: Mapping[Tier, float | None]) -> MeasuredStep:
-    """What a step has measured on this rank. `times`: None where events run on after the host has issued them."""
+def measured_step(
+    probe: Probe,
+    times: EventTimes | None,
+    layers: LayerMap,
+    room: Mapping[Tier, float | None],
+    policy: ActivationPolicy | None = None,
+) -> MeasuredStep:
+    """What a step has measured on this rank. `times`: None where events run on after the host has issued them. `policy`: the
+    one that the JSON asks for, which is then all of the menu; None: it leaves that open."""
     blocks = [layers.blocks[index].module for own in layers.layers[:-1] for index in own]
     counts = Counter(type(block) for block in blocks if type(block) in probe.found)
     own = [(probe.found[kind], count) for kind, count in counts.items()]
     whole = len(own) > 0 and sum(counts.values()) == len(blocks)
-    menu = _mean_points(own) if whole else {}
+    menu = {} if not whole else _mean_points(own) if policy is None else _mean_point(own, policy)
     reasons = dict.fromkeys(reason for block, _ in own for reason in block.reasons)
     seconds = _seconds(own, times, layers, blocks) if whole else Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
     return MeasuredStep(seconds, max((each.input_bytes for each, _ in own), default=0), menu, tuple(reasons), room)
@@ -92,6 +100,24 @@ def _mean_points(own: Sequence[tuple[BlockTimes, int]]) -> dict[ActivationPolicy
     for point in mean.points if mean is not None else ():
         found[point.policy] = point.num_bytes, point.saved_s
     return found
+
+
+def _mean_point(own: Sequence[tuple[BlockTimes, int]], policy: ActivationPolicy) -> dict[ActivationPolicy, tuple[float, float]]:
+    """Bytes and seconds of the mean block with the policy that the JSON asks for, also where others save more for their bytes.
+    A class that lacks it follows the next lower one, as its calls will; empty where none keeps any bytes."""
+    count = sum(number for _, number in own)
+    found = [(number / count, _at_most(block, policy)) for block, number in own]
+    num_bytes = sum(part * point.num_bytes for part, point in found)
+    saved_s = sum(part * point.saved_s for part, point in found)
+    return {policy: (num_bytes, max(saved_s, _LEAST_S))} if num_bytes else {}
+
+
+def _at_most(block: BlockTimes, policy: ActivationPolicy) -> PolicyPoint:
+    """What a class of block keeps that is asked for a policy."""
+    points = {point.policy: point for point in _policy_points(block)}
+    while policy != "none" and policy not in points:
+        policy = BELOW[policy]
+    return points.get(policy, NOTHING)
 
 
 def _policy_points(block: BlockTimes) -> Iterator[PolicyPoint]:

@@ -1,8 +1,12 @@
-"""Chooses what forwards keep, where `activations.keep` is null: behind the first step, which has measured the model's blocks.
+"""Chooses what forwards keep, where `activations.keep` is null, and in which tier, where that is written and
+`activations.keep_device` is null: behind the first step, which has measured the model's blocks.
 
 With the machine's rates known the planner's linear program and simulator choose policy, tier and shares. Without them nothing
 is known of the SSD: where parameters or optimizer state are on one nothing is kept, otherwise everything for which the memory
 budget leaves room on the device. Nothing is kept where nothing is gained, and where anything that the choice needs is unknown.
+
+A written policy is kept in any case, and so is a written share. The plan then chooses among the tiers, and pairs of tiers, that
+have room for all of it. Where there is no plan, and where no tier has room, the fixed rule stands: all rests on the device.
 """
 
 from __future__ import annotations
@@ -23,10 +27,11 @@ from ds_vertical.planner.kept_activations import KeptShare, keep_keys, num_cells
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Profile
 from ds_vertical.planner.model_shape import ModelShape, shaped
-from ds_vertical.planner.search import tune_keeping
+from ds_vertical.planner.search import tune_keeping, tune_tier
 from ds_vertical.types import ActivationSettings, RunSettings, TensorKind, Tier
 
 _LATER: Final = "chosen behind the first step, which measures what it would save"
+_TIER_LATER: Final = "chosen behind the first step, which keeps nothing, and measures how much that would be"
 _USED: Final = 0.8  # of the room that is left in memory: later steps may need some of it
 _USED_ON_SSD: Final = 0.5  # of the free bytes: checkpoints need some, too
 
@@ -51,17 +56,28 @@ class KeepPlanner:
     baseline: int
 
     def settled(self) -> str | None:
-        """Why nothing is kept whatever the first step shows; None where it is worth a measurement. Collective."""
+        """Why the fixed rule stands whatever the first step shows, by which nothing is kept, or a written policy on the device;
+        None where it is worth a measurement. Collective."""
         forecast, resolved = self.forecast, self.resolved
         if forecast.shape.num_layers < 2:
             return "the last layer keeps its graph anyway, and there is no other"
+        if self._is_written and (forecast.terms.one_memory and not forecast.uses_ssd):
+            return "there is no other tier"
+        if self._is_written and not resolved.activations.keep_share:
+            return "a keep_share of 0 keeps nothing"
         if resolved.order != "vertical" or not resolved.overlap:
             return "plans are made for the vertical order with overlap alone"
         planned = self.report is not None and importlib.util.find_spec("scipy") is not None
-        if not ranks.all_gathered(planned)[0] and forecast.uses_ssd:
+        if not ranks.all_gathered(planned)[0] and (forecast.uses_ssd or self._is_written):
             missing = "run `ds-vertical limits`" if self.report is None else "install scipy"
-            return f"the rates of this machine's SSD are not known, which may decide the step; {missing} for a plan"
+            unknown = "the rates of this machine's SSD are not known, which may decide the step"
+            return f"{unknown if forecast.uses_ssd else 'the rates of this machine are not known'}; {missing} for a plan"
         return None
+
+    @property
+    def _is_written(self) -> bool:
+        """Whether the JSON has the policy, and leaves the tier alone."""
+        return self.resolved.activations.keep is not None
 
     # ---- the choice
 
@@ -76,16 +92,18 @@ class KeepPlanner:
 
     def _chosen(self, step: MeasuredStep, ranks_here: int) -> KeepChoice:
         if step.menu and not step.points:
-            return self._nothing("no policy saves time in these blocks")
+            return self._fixed("no policy saves time in these blocks")
         if not step.points:
+            if self._is_written:
+                return self._fixed("; ".join(("the first step shows no bytes that a block would keep", *step.reasons)))
             why = "; ".join(step.reasons) or "no block's backward has run that could be measured"
-            return self._nothing(f"no block can keep anything: {why}")
+            return self._fixed(f"no block can keep anything: {why}")
         try:
             if self.report is not None and importlib.util.find_spec("scipy") is not None:
                 return self._planned(step, Profile.from_dict("this machine", self.report), ranks_here)
         except (CostsError, ScheduleError) as error:  # a report of an older version, or sizes that no plan can be made of
-            if self.forecast.uses_ssd:
-                return self._nothing(f"no plan can be made ({error})")
+            if self.forecast.uses_ssd or self._is_written:
+                return self._fixed(f"no plan can be made ({error})")
         return self._by_rule(step)
 
     def _planned(self, step: MeasuredStep, profile: Profile, ranks_here: int) -> KeepChoice:
@@ -93,12 +111,21 @@ class KeepPlanner:
         problem = self.problem(step, profile, ranks_here)
         timing, terms = self.forecast.timing, self.forecast.terms
         choice = Choice(1, terms.num_micro_batches, 1, terms.window, timing.delay, problem.early, problem.shape.placement)
-        best, plain, second = tune_keeping(problem, choice)
         source = f"planned from the limits of {profile.date} and the first step"
+        if self._is_written:
+            return self._in_a_tier(problem, choice, source)
+        best, plain, second = tune_keeping(problem, choice)
         if best is plain:
-            return self._nothing(f'{source}: no policy is faster than "none" by 1 %{_beside(best, second)}')
-        gain = 1 - best.estimate_s / plain.estimate_s
-        return self._kept(best.choice.kept, f'{source}: {gain:.0%} less time a step than with "none"{_beside(best, second)}')
+            return self._fixed(f'{source}: no policy is faster than "none" by 1 %{_beside(best, second)}')
+        return self._kept(best.choice.kept, f"{source}: {_gain(best, plain)}{_beside(best, second)}")
+
+    def _in_a_tier(self, problem: LpProblem, choice: Choice, source: str) -> KeepChoice:
+        """The written policy, for the written share of the cells."""
+        best, plain, second = tune_tier(problem, choice, self.resolved.activations.keep_share)
+        if best is None:
+            return self._fixed(f"{source}: no tier has room for all of it")
+        beside = _beside(best, second) or "; no other tier has room for all of it"
+        return self._kept(best.choice.kept, f"{source}: {_gain(best, plain)}{beside}")
 
     def _by_rule(self, step: MeasuredStep) -> KeepChoice:
         """Everything that the device has room for; nothing is on SSD, so nothing but memory decides."""
@@ -107,7 +134,7 @@ class KeepPlanner:
         share = 1.0 if room is None or not point.num_bytes else min(1.0, _USED * room / (count * point.num_bytes))
         kept = rounded(KeptShare(point, device=share), self._num_layers, self.forecast.terms.num_micro_batches)
         if not kept.total:
-            return self._nothing("the memory budget leaves no room for what a layer would keep")
+            return self._fixed("the memory budget leaves no room for what a layer would keep")
         return self._kept(kept, "nothing rests on SSD, and the memory budget has room for it")
 
     def problem(self, step: MeasuredStep, profile: Profile, ranks_here: int) -> LpProblem:
@@ -160,14 +187,25 @@ class KeepPlanner:
     def _blocks(self) -> int:
         return self.resolved.blocks_per_layer
 
-    def _nothing(self, reason: str) -> KeepChoice:
+    def _fixed(self, reason: str) -> KeepChoice:
+        """Nothing is kept, or what the JSON asks for on the device."""
+        if self._is_written:
+            return KeepChoice(replace(self.resolved.activations, keep_device=Tier.DEVICE), reason)
         return self._kept(None, reason)
 
     def _kept(self, kept: KeptShare | None, reason: str) -> KeepChoice:
         keys = keep_keys(kept, self.forecast.terms.one_memory)
         if "keep_device" in keys:
             keys["keep_device"] = Tier(keys["keep_device"])
+        if self._is_written and "keep_host_share" not in keys:
+            keys.pop("keep_share", None)  # as it is written
         return KeepChoice(replace(self.resolved.activations, **keys), reason)
+
+
+def _gain(best: Candidate, plain: Candidate) -> str:
+    """What keeping gains or, where the JSON asks for it, loses."""
+    gain = 1 - best.estimate_s / plain.estimate_s
+    return f'{abs(gain):.0%} {"less" if gain >= 0 else "more"} time a step than with "none"'
 
 
 def _beside(best: Candidate, second: Candidate | None) -> str:
@@ -180,12 +218,17 @@ def _beside(best: Candidate, second: Candidate | None) -> str:
 
 
 def open_choice(planner: KeepPlanner) -> tuple[RunSettings, KeepPlanner | None]:
-    """The settings with which a run starts, and its planner where `activations.keep` is null and still to choose.
-    Where it is null the settings say why. Collective."""
-    if planner.resolved.activations.keep is not None:
-        return planner.resolved, None
-    settled, resolved = planner.settled(), planner.resolved
-    told = _LATER if settled is None else f"none: {settled}"
+    """The settings with which a run starts, and its planner where what is kept, or its tier, is null and still to choose. Where
+    it is null the settings say why. Collective."""
+    resolved, activations = planner.resolved, planner.resolved.activations
+    if not activations.is_open:
+        return resolved, None
+    settled = planner.settled()
+    if activations.keep is None:
+        told = f"keep null: {_LATER}" if settled is None else f"keep null: none: {settled}"
+    else:
+        told = f"keep_device null: {_TIER_LATER}" if settled is None else f"keep_device null: device: {settled}"
+        activations = activations if settled is None else replace(activations, keep_device=Tier.DEVICE)
     own = resolved.reasons.get("activations", "default")
-    reasons = MappingProxyType({**resolved.reasons, "activations": f"{own}; keep null: {told}"})
-    return replace(resolved, reasons=reasons), planner if settled is None else None
+    reasons = MappingProxyType({**resolved.reasons, "activations": f"{own}; {told}"})
+    return replace(resolved, activations=activations, reasons=reasons), planner if settled is None else None

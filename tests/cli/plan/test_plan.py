@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -20,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_vertical
 from ds_vertical.cli import main
-from ds_vertical.cli.plan import fake_run
+from ds_vertical.cli.plan import counted_specs, fake_run
 from ds_vertical.cli.plan.command import plan_lines
 from ds_vertical.config.cross_check import check
 from ds_vertical.config.section import load_section
@@ -48,6 +49,27 @@ def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]
 
 
 # ---- the model
+
+
+SLOW_SHAPES = [pytest.param(name, marks=pytest.mark.slow) for name in hf.shape_names() if name != "gpt_13m"]
+
+
+@pytest.mark.parametrize("name", ["gpt_13m", *SLOW_SHAPES])
+def test_the_specs_that_are_shipped_are_those_of_the_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted again: `python -m ds_vertical.cli.plan.counted_specs` where they are not. Others have none, and none has one with
+    another major version of transformers."""
+    path = hf.SHAPES / f"{name}.json"
+    fields = hf.read_fields(path)
+    length = counted_specs.default_length(fields)
+    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)  # ZeRO-3 puts its own there when a test trains
+    assert counted_specs.counted_spec(path, fields, length, "bf16") == fake_run.read_spec(name, fields, length, "bf16")
+    others = (fields, length // 2, "bf16"), (fields, length, "fp32"), ({**fields, "x": 1}, length, "bf16")
+    assert [counted_specs.counted_spec(path, *other) for other in others] == [None] * 3
+    assert counted_specs.counted_spec(Path("elsewhere") / path.name, fields, length, "bf16") is None
+    relative = Path(os.path.relpath(path))
+    assert counted_specs.counted_spec(relative, fields, length, "bf16") is not None
+    monkeypatch.setattr(counted_specs.metadata, "version", lambda _: "99.1")
+    assert counted_specs.counted_spec(path, fields, length, "bf16") is None
 
 
 @pytest.mark.parametrize("name", ["gpt_13m", "llama_3_8b"])
