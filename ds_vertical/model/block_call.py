@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Collection, Iterable, Sequence
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeGuard
+from functools import partial
+from itertools import islice
+from typing import Final, TypeGuard
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ds_vertical.interrupts import Changed
 from ds_vertical.model.state.block_state import BlockState, replace_in_objects, tensors_in_objects
 from ds_vertical.model.tensor_refs import key_of
 from ds_vertical.model.thread_state import Modes, ThreadState
@@ -32,7 +38,7 @@ class BlockCall:
     outputs.
 
     `function`: what was called, the block's forward or its call with hooks. `args`: the first `num_given` are the arguments,
-    flattened by `spec`; the others are tensors that the block found in modules and objects (`found`). `versions`: how often
+    flattened by `form`; the others are tensors that the block found in modules and objects (`found`). `versions`: how often
     each tensor among them had been written in place at the call. The rest is filled in once the block has run. `leaves`: those
     of the returned values, then those of what the block has written elsewhere, at the positions `written`. `graph` is None
     where the backward recomputes the block.
@@ -41,7 +47,7 @@ class BlockCall:
     function: Callable[..., object]
     args: list[object]
     num_given: int
-    spec: pytree.TreeSpec
+    form: CallForm
     found: BlockState | None
     state: ThreadState
     modes: Modes
@@ -63,9 +69,142 @@ def tensors_among(values: Iterable[object]) -> list[torch.Tensor]:
     return list({id(value): value for value in values if isinstance(value, torch.Tensor)}.values())
 
 
-def is_given_as_it_is(kwargs: dict[str, object], value: object) -> bool:
-    """Whether a block gets an argument as the very object that the caller gave: a list or dict, into which it may write."""
+# ---- arguments
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How the arguments of a call consist of values. `spec`: that, as torch has it.
+
+    `plan`: the same for a call whose arguments are values and tuples of values: for each of them the number of values, or ONE
+    for a value by itself; those by position, and those by name. None for other calls.
+    """
+
+    spec: pytree.TreeSpec
+    plan: tuple[tuple[int, ...], tuple[tuple[str, int], ...]] | None = None
+
+    def arguments(self, values: Iterable[object]) -> tuple[tuple[object, ...], dict[str, object]]:
+        """The arguments of such a call, by position and by name, made of its values."""
+        if self.plan is None:
+            args, kwargs = pytree.tree_unflatten(values, self.spec)
+            return args, kwargs
+        by_position, by_name = self.plan
+        rest = iter(values)
+        taken = tuple([next(rest) if count == ONE else tuple(islice(rest, count)) for count in by_position])
+        return taken, {name: next(rest) if count == ONE else tuple(islice(rest, count)) for name, count in by_name}
+
+
+ONE: Final = -1
+_VALUES: Final = frozenset(
+    (torch.Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device, list, dict)
+)
+_forms: dict[Hashable, CallForm] = {}
+
+
+def flattened(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[object], CallForm]:
+    """The values of a call's arguments, and how the arguments consist of them. Lists and dicts are values: a block gets them as
+    the very objects that the caller gave, and may write into them.
+
+    Torch takes a call apart in the time of several kernels. So the commonest ones are known by their plans.
+    """
+    values: list[object] = []
+    by_position = tuple([_taken_apart(value, values) for value in args])
+    by_name = tuple([(name, _taken_apart(value, values)) for name, value in kwargs.items()])
+    plan = by_position, by_name
+    form = _forms.get(plan)
+    if form is not None:
+        return values, form
+    leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=partial(_is_given_as_it_is, kwargs))
+    if OTHER in by_position or any(count == OTHER for _, count in by_name):
+        return leaves, CallForm(spec)
+    form = _forms[plan] = CallForm(spec, plan)
+    return values, form
+
+
+OTHER: Final = -2
+
+
+def _taken_apart(value: object, values: list[object]) -> int:
+    """Append the values that an argument consists of. Returns their number, ONE, or OTHER where torch has to take it apart."""
+    if type(value) in _VALUES:
+        values.append(value)
+        return ONE
+    if type(value) is tuple and _VALUES.issuperset(map(type, value)):
+        values += value
+        return len(value)
+    return OTHER
+
+
+def _is_given_as_it_is(kwargs: dict[str, object], value: object) -> bool:
     return isinstance(value, list | dict) and value is not kwargs
+
+
+# ---- a graph that nothing takes
+
+
+class _Graph(threading.local):
+    is_dropped = False
+    has_gaps = False
+
+
+_graph = _Graph()
+
+
+Hooks = OrderedDict[int, Callable[..., object]]  # torch's table of one kind of a module's hooks
+
+
+def note_as_node(hook: Callable[..., object]) -> None:
+    """A module's hook does nothing but put nodes into the graph, which do not change its tensors."""
+    _node_hooks.add(hook)
+
+
+_node_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
+
+
+def tables_of_nodes(module: nn.Module) -> list[tuple[Hooks, dict[int, Callable[..., object]]]]:
+    """The tables of hooks of the modules inside a block in which all hooks do nothing but put nodes there, with what they
+    hold."""
+    tables: list[Hooks] = [t for each in list(module.modules())[1:] for t in (each._forward_pre_hooks, each._forward_hooks)]
+    return [(table, dict(table)) for table in tables if table and all(hook in _node_hooks for hook in table.values())]
+
+
+def dropping_graph(tables: Sequence[tuple[Hooks, dict[int, Callable[..., object]]]] = ()) -> Changed:
+    """Within the block a block of the model runs whose graph is given up as it is: nodes that only order its backward may be
+    left out (`may_leave_out_node`). `tables`: see `tables_of_nodes`; they are empty meanwhile, and modules without hooks are
+    called faster."""
+
+    def begin() -> None:
+        _graph.has_gaps, _graph.is_dropped = bool(tables), True
+        for table, held in tables:
+            if len(table) == len(held):
+                table.clear()
+
+    def end() -> None:
+        _graph.is_dropped = False
+        for table, held in tables:
+            if not held.keys() <= table.keys():
+                others = list(table)
+                table.update(held)
+                for key in others:  # which code has put there meanwhile
+                    table.move_to_end(key)
+
+    return Changed(end, begin)
+
+
+def may_leave_out_node() -> bool:
+    """Whether a node that does not change its tensors may be left out of the graph that is being made: asked by who then leaves
+    it out."""
+    if _graph.is_dropped:
+        _graph.has_gaps = True
+    return _graph.is_dropped
+
+
+def has_gaps() -> bool:
+    """Whether nodes were left out of the graph that was dropped last."""
+    return _graph.has_gaps
+
+
+# ---- tensors
 
 
 def with_state(flat: list[object], found: BlockState | None) -> list[object]:

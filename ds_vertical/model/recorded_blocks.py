@@ -4,6 +4,11 @@
 most graphs are dropped at once: torch picks kernels by them (attention with a mask that requires grad takes another one),
 and modules ask for them. Only so does F give the bits of stock's forward and of the recompute in B, and only so has B
 the same bits with the graph that F made as with one that it makes anew.
+
+[Note: dropped graphs] The nodes that stand at the modules' ends ([Note: joints] in `engine.module_hooks`) change no values. They
+decide the order of a backward. So a forward whose graph is dropped makes none. What it computes is the same, but for one thing:
+autograd lets code write in place to what such a node has given, and refuses it for some other tensors. Where it does, the step
+starts over, and blocks of that class have their nodes from then on (`LayerMap.with_nodes`).
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NoReturn
 
 import torch
@@ -24,7 +29,9 @@ from ds_vertical.model.block_call import (
     BlockCall,
     BlockGraph,
     changed,
-    is_given_as_it_is,
+    dropping_graph,
+    flattened,
+    has_gaps,
     leaf_of,
     put_leaves,
     requires_grad,
@@ -39,6 +46,7 @@ from ds_vertical.model.kept.kept_blocks import Keeping, KeptBlocks
 from ds_vertical.model.layers import Block
 from ds_vertical.model.state.block_state import BlockState
 from ds_vertical.model.state.containers import container_of
+from ds_vertical.model.state.restart import NodesMissed
 from ds_vertical.model.thread_state import Modes, ThreadState, applied
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
@@ -64,6 +72,7 @@ class RecordedBlocks:
         self._keeping_blocks = frozenset[int]() if kinds is None else kinds.blocks_of(index, shared.layers)
         self._modules = shared.modules
         self._blocks = shared.layers.blocks
+        self._with_nodes, self._nodes = shared.layers.with_nodes, shared.stubs.nodes
         self._segments = segments
 
     def clear(self) -> None:
@@ -99,24 +108,23 @@ class RecordedBlocks:
         graph and the glue's meet nowhere. Returns the block's output made of these leaves. Raises LayerError for a KV cache,
         for inputs that the block has written in place, and for outputs in which tensors cannot be found.
         """
-        flat, spec = pytree.tree_flatten((args, kwargs), is_leaf=partial(is_given_as_it_is, kwargs))
+        flat, form = flattened(args, kwargs)
         _refuse_cache(self._blocks[block], flat)
         state = ThreadState.capture()
         context = contextvars.copy_context()
         found = self._find_state(block, flat, context)
         inputs = with_state(flat, found)
-        call = BlockCall(function, inputs, len(flat), spec, found, state, Modes.capture(), context, versions_of(inputs))
+        call = BlockCall(function, inputs, len(flat), form, found, state, Modes.capture(), context, versions_of(inputs))
         twins: dict[int, torch.Tensor] = {}
         given, _ = twins_of(flat, twins), twins_of(inputs[len(flat) :], twins)
-        args, kwargs = pytree.tree_unflatten(given, spec)
+        args, kwargs = form.arguments(given)
         if found is not None:
             found.lend(twins)
         try:
-            with self._keeping(block, call) as keeping:
+            with self._keeping(block, call) as keeping, self._graph_of(block, keeping):
                 output = function(*args, **kwargs)  # see [Note: grad mode]
         except RuntimeError as error:
-            if "in-place operation" in str(error):
-                _refuse_in_place(self._blocks[block], error)
+            self._refuse_write(block, error)
             raise
         returned = self._record(block, call, twins, output, keeping)
         del output
@@ -128,6 +136,20 @@ class RecordedBlocks:
         if self.kept is None or self.keep_graph or block not in self._keeping_blocks:
             return contextlib.nullcontext()
         return self.kept.keeping(block, call)
+
+    def _graph_of(self, block: int, keeping: Keeping | None) -> contextlib.AbstractContextManager[object]:
+        """Around a block's forward: see [Note: dropped graphs]."""
+        is_taken = self.keep_graph or keeping is not None or block in self._with_nodes
+        return contextlib.nullcontext() if is_taken else dropping_graph(self._nodes[block])
+
+    def _refuse_write(self, block: int, error: RuntimeError) -> None:
+        """A block has failed. Raises NodesMissed, or LayerError, where autograd has refused a write in place."""
+        if block not in self._with_nodes and has_gaps() and any(word in str(error) for word in ("in-place", "inplace")):
+            kind = type(self._blocks[block].module)
+            self._with_nodes.update(index for index, each in enumerate(self._blocks) if type(each.module) is kind)
+            raise NodesMissed(self._blocks[block].path) from error
+        if "in-place operation" in str(error):
+            _refuse_in_place(self._blocks[block], error)
 
     def _record(
         self, block: int, call: BlockCall, twins: dict[int, torch.Tensor], output: object, keeping: Keeping | None
@@ -166,7 +188,7 @@ class RecordedBlocks:
         """What the block finds as it is called, in modules, arguments and context variables; None where none of it changes."""
         if self._modules is None:
             return None
-        carriers = [value for value in flat if type(value) not in _PLAIN and container_of(value, given=True) is not None]
+        carriers = [each for each in flat if type(each) not in _PLAIN and container_of(each, given=True) is not None]
         own = (value for value in context.values() if id(value) not in self._modules.outer_context)
         carriers += [value for value in own if type(value) not in _PLAIN and container_of(value) is not None]
         return self._modules.at_call(block, carriers)
@@ -208,7 +230,7 @@ class RecordedBlocks:
 
     def _recompute(self, call: BlockCall, given: list[object]) -> list[object]:
         """The block's outputs, with their graph."""
-        args, kwargs = pytree.tree_unflatten(given, call.spec)
+        args, kwargs = call.form.arguments(given)
         with applied(call.state), torch.enable_grad():
             output = call.context.run(call.function, *args, **kwargs)
         outputs = pytree.tree_leaves(output)
@@ -255,8 +277,13 @@ def _refuse_in_place(block: Block, cause: Exception | None) -> NoReturn:
 
 def _refuse_cache(block: Block, flat: Sequence[object]) -> None:
     for value in flat:
-        if any(cls.__name__ == "Cache" for cls in type(value).__mro__):
+        if _is_cache(type(value)):
             raise LayerError(
                 f"block {block.path} got a {type(value).__name__}: a recompute would append to the KV cache"
                 " twice; set model.config.use_cache = False for training"
             )
+
+
+@lru_cache(maxsize=4096)
+def _is_cache(cls: type) -> bool:
+    return any(each.__name__ == "Cache" for each in cls.__mro__)

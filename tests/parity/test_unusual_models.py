@@ -109,6 +109,33 @@ def test_the_loss_function_runs_outside_torch_autocast(tmp_path: Path) -> None:
     assert stock.losses == vertical.losses
 
 
+class HalvesBlock(nn.Module):
+    """A module inside it writes in place to one of several views, which autograd allows only behind a node of the hooks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = self.up(x).chunk(2, dim=-1)
+        return x + self.act(left) * right
+
+
+class Halves(WithBlocks):
+    block = HalvesBlock
+
+
+def test_modules_write_in_place_where_stocks_nodes_let_them(tmp_path: Path) -> None:
+    nodes: list[set[int]] = []
+
+    def keep(engine: Any, step: int) -> None:
+        nodes.extend([set(engine.layers.with_nodes)] if hasattr(engine, "layers") else [])
+
+    assert_identical(*run_both(config_in(tmp_path), Halves, STEPS, between=keep))
+    assert nodes == [{0, 1, 2}] * 2
+
+
 class Late(MixerModel):
     """Changes, after a block has run, a tensor that the block was given."""
 

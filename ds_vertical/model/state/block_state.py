@@ -106,7 +106,8 @@ class BlockState:
         self._carried: Pairs = tuple((container, container.read()) for container in carriers)
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a copy of a twin, and the twin
         near = [t for t, _ in self._versions if t.item.region in (OUTSIDE, block)]
-        self._elements = FoundElements(tracked, self._pairs(), self._pairs(near), copies)
+        pairs, near_pairs = ((), ()) if self._found_nothing() else (self._pairs(), self._pairs(near))
+        self._elements = FoundElements(tracked, pairs, near_pairs, copies)
 
     def _found_nothing(self) -> bool:
         """Whether no state changes, and the block was given no objects but empty lists and dicts."""
