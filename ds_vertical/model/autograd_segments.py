@@ -242,7 +242,8 @@ def take_as_it_comes(leaf: torch.Tensor) -> Node:
     it out as the leaf is, and reductions round by the layout. Returns the node to which that is said: it has to be held until
     a graph has it.
     """
-    node = get_gradient_edge(leaf).node
+    is_direct = leaf.is_leaf and torch.is_grad_enabled()  # as `get_gradient_edge` has it, in less time
+    node = leaf.view_as(leaf).grad_fn.next_functions[0][0] if is_direct else get_gradient_edge(leaf).node  # type: ignore[union-attr]
     reference = weakref.ref(leaf)  # weak: a further reference would keep its memory (`tensor_refs`)
 
     def take(grads: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:

@@ -5,10 +5,10 @@ most graphs are dropped at once: torch picks kernels by them (attention with a m
 and modules ask for them. Only so does F give the bits of stock's forward and of the recompute in B, and only so has B
 the same bits with the graph that F made as with one that it makes anew.
 
-[Note: dropped graphs] The nodes that stand at the modules' ends ([Note: joints] in `engine.module_hooks`) change no values. They
-decide the order of a backward. So a forward whose graph is dropped makes none. What it computes is the same, but for one thing:
-autograd lets code write in place to what such a node has given, and refuses it for some other tensors. Where it does, the step
-starts over, and blocks of that class have their nodes from then on (`LayerMap.with_nodes`).
+[Note: dropped graphs] The nodes that stand at the modules' ends ([Note: joints] in `engine.module_hooks`) change no values.
+They decide the order of a backward. So a forward whose graph is dropped makes none. What it computes is the same, but for one
+thing: autograd lets code write in place to what such a node has given, and refuses it for some other tensors. Where it does,
+the step starts over, and blocks of that class have their nodes from then on (`LayerMap.with_nodes`).
 """
 
 from __future__ import annotations
@@ -188,9 +188,10 @@ class RecordedBlocks:
         """What the block finds as it is called, in modules, arguments and context variables; None where none of it changes."""
         if self._modules is None:
             return None
-        carriers = [each for each in flat if type(each) not in _PLAIN and container_of(each, given=True) is not None]
-        own = (value for value in context.values() if id(value) not in self._modules.outer_context)
-        carriers += [value for value in own if type(value) not in _PLAIN and container_of(value) is not None]
+        carriers = [each for each in flat if type(each) not in _PLAIN and _may_be_written(each, given=True)]
+        outer = self._modules.outer_context
+        own = [value for value in context.values() if id(value) not in outer and type(value) not in _PLAIN]
+        carriers += [value for value in own if _may_be_written(value, given=False)]
         return self._modules.at_call(block, carriers)
 
     # ---- backward
@@ -255,6 +256,10 @@ class RecordedBlocks:
                 found = run_backward(graph, grads, waiting)
         for key, grad in found.items():
             self._segments.wait(inputs[key], grad)
+
+
+def _may_be_written(value: object, given: bool) -> bool:
+    return type(value) in (dict, list) or container_of(value, given) is not None
 
 
 def _refuse_opaque(block: Block, values: Sequence[object]) -> None:

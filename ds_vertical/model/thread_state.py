@@ -84,15 +84,15 @@ class Settings:
     @classmethod
     def capture(cls) -> Settings:
         """The process's now."""
-        attention = torch.backends.cuda
+        own = torch._C  # what torch's functions of like names return
         return _settings(
             torch.get_default_dtype(),
-            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+            (own._get_deterministic_algorithms(), own._get_deterministic_algorithms_warn_only()),
             (
-                attention.flash_sdp_enabled(),
-                attention.mem_efficient_sdp_enabled(),
-                attention.math_sdp_enabled(),
-                attention.cudnn_sdp_enabled(),
+                own._get_flash_sdp_enabled(),
+                own._get_mem_efficient_sdp_enabled(),
+                own._get_math_sdp_enabled(),
+                own._get_cudnn_sdp_enabled(),
             ),
             _matmul_precision(),
         )
@@ -126,7 +126,7 @@ def _settings(
 
 def _matmul_precision() -> str | None:
     try:
-        return torch.get_float32_matmul_precision()
+        return torch._C._get_float32_matmul_precision()
     except RuntimeError:  # torch's own, where `fp32_precision` of a back end has been set
         return None
 
@@ -186,11 +186,11 @@ class ThreadState:
         torch.set_autocast_cache_enabled(self.autocast_cache)
         if now is None or now.autocast_nesting != self.autocast_nesting:
             _set_autocast_nesting(self.autocast_nesting)
-        if self.device is not None and self.stream is not None:
-            if now is None or now.device != self.device or now.stream != self.stream:
-                module = streams.module_of(self.stream.device)
-                module.set_device(self.device)
-                module.set_stream(self.stream)
+        is_there = now is not None and now.device == self.device and now.stream == self.stream
+        if self.device is not None and self.stream is not None and not is_there:
+            module = streams.module_of(self.stream.device)
+            module.set_device(self.device)
+            module.set_stream(self.stream)
         self.settings.apply(None if now is None else now.settings)
         self.apply_rng()
         torch._C._set_grad_enabled(self.grad)

@@ -114,12 +114,12 @@ class HalvesBlock(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 2 * width)
+        self.up = nn.Linear(width, width)
         self.act = nn.ReLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        left, right = self.up(x).chunk(2, dim=-1)
-        return x + self.act(left) * right
+        left = self.act(self.up(x).chunk(2, dim=-1)[0])
+        return x + torch.cat([left, left], dim=-1)
 
 
 class Halves(WithBlocks):

@@ -53,9 +53,13 @@ class FoundElements:
 
     def __init__(self, tracked: TrackedState, pairs: Pairs, near: Pairs, copies: bool) -> None:
         self._tracked = tracked
+        self._found: list[tuple[torch.Tensor, int, torch.Tensor, Elements | Fingerprint | None]] = []
+        self._num_watched = 0
+        if not pairs:
+            return
         watched = {id(tensor): tensor for tensor in _without_gradient(near)}
         others = [tensor for tensor in _without_gradient(pairs) if id(tensor) not in watched]
-        self._found = [(each, each._version, each.data, _kept(each, copies)) for each in watched.values()]
+        self._found += [(each, each._version, each.data, _kept(each, copies)) for each in watched.values()]
         self._found += [(each, each._version, each.data, Elements.of(each) if copies else None) for each in others]
         self._num_watched = len(watched)
 

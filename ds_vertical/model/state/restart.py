@@ -49,8 +49,8 @@ class HooksMissed(StateMissed):
 
 
 class NodesMissed(StateMissed):
-    """The block at `path` writes in place to a tensor to which autograd lets it write behind a node alone, and the node was left
-    out. It is known now: the step is to be run again, with the block's nodes."""
+    """The block at `path` writes in place where autograd allows it behind a node alone, and the node was left out. It is known
+    now: the step is to be run again, with the block's nodes."""
 
     @property
     def fact(self) -> str:  # override
