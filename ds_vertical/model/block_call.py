@@ -182,7 +182,9 @@ def dropping_graph(tables: Sequence[tuple[Hooks, dict[int, Callable[..., object]
     def end() -> None:
         _graph.is_dropped = False
         for table, held in tables:
-            if not held.keys() <= table.keys():
+            if not table:
+                table.update(held)
+            elif not held.keys() <= table.keys():
                 others = list(table)
                 table.update(held)
                 for key in others:  # which code has put there meanwhile

@@ -155,6 +155,8 @@ class RecordedBlocks:
         self, block: int, call: BlockCall, twins: dict[int, torch.Tensor], output: object, keeping: Keeping | None
     ) -> object:
         """A block has run: complete the record of its call. Returns the output with leaves in the place of its tensors."""
+        if type(output) is torch.Tensor and (call.found is None or call.found.is_untouched()):
+            return self._record_one(block, call, twins, output, keeping)
         outputs, out_spec = pytree.tree_flatten(output)
         _refuse_opaque(self._blocks[block], outputs)
         leaves: list[object] = [leaf_of(value) if isinstance(value, torch.Tensor) else value for value in outputs]
@@ -177,12 +179,29 @@ class RecordedBlocks:
         put_leaves(found, outputs, replaced)
         if any(map(requires_grad, leaves)):
             call.written, call.leaves = list(written), leaves
-            call.graph = BlockGraph(twins, [*outputs, *written.values()]) if self.keep_graph else None
-            self.calls[self._first + block] = call
-            if keeping is not None:
-                keeping.finish(twins, [*outputs, *written.values()], leaves)
+            self._complete(block, call, BlockGraph(twins, [*outputs, *written.values()]), keeping)
         self._segments.begin(leaves)
         return returned
+
+    def _record_one(
+        self, block: int, call: BlockCall, twins: dict[int, torch.Tensor], output: torch.Tensor, keeping: Keeping | None
+    ) -> torch.Tensor:
+        """As `_record`, for a block that has returned one tensor, and written nothing elsewhere: what most do, in less time."""
+        if changed(call.args, call.versions, ()):
+            _refuse_in_place(self._blocks[block], None)
+        leaf = leaf_of(output)
+        if leaf.requires_grad:
+            call.leaves = [leaf]
+            self._complete(block, call, BlockGraph(twins, [output]), keeping)
+        self._segments.begin((leaf,))
+        return leaf
+
+    def _complete(self, block: int, call: BlockCall, graph: BlockGraph, keeping: Keeping | None) -> None:
+        """Let a call be recorded. `graph`: that of its forward."""
+        call.graph = graph if self.keep_graph else None
+        self.calls[self._first + block] = call
+        if keeping is not None:
+            keeping.finish(graph.twins, graph.outputs, call.leaves)
 
     def _find_state(self, block: int, flat: Sequence[object], context: contextvars.Context) -> BlockState | None:
         """What the block finds as it is called, in modules, arguments and context variables; None where none of it changes."""

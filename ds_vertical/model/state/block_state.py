@@ -122,6 +122,10 @@ class BlockState:
         outputs, and most calls leave it empty."""
         return self._found_nothing() and not any(each.owner for each in self._carriers)
 
+    def is_untouched(self) -> bool:
+        """Whether the block, which has run, found nothing that it could have written to, and no state is known to change."""
+        return self._is_empty() and not (self._tracked.tracks or self._tracked.learns)
+
     def _now_of(self, track: Track, last: Version) -> Version:
         return last if id(track) in self._quiet else track.item.capture(last)
 
