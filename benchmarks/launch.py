@@ -2,10 +2,12 @@
 
     python benchmarks/launch.py [--rounds 6] [--layers 6] [--micro-batches 8] [--tokens 8] [--width 64]
 
-Seconds are the launching thread's own: while it waits, or other processes have its core, they stand still. Of a small block a
-call takes Python, torch's way to the kernels, and kernels of a few numbers. So nearly all of the difference
-is the schedule's own code. In each round the engine takes a step, and then the block is called as often: its forward, with the
-graph that a training's forward makes, as an F is; and a forward, its backward, and the sum of its gradients in fp32, as a B is.
+Seconds are the launching thread's own: while it waits, or other processes have its core, they stand still. (A device's backward
+has a thread of torch's own, whose seconds are not among these.) Of a small block a call takes Python, torch's way to the
+kernels, and kernels of a few numbers. So nearly all of the difference is the schedule's own code. The engine takes a step a
+round. Behind each F in it the block is called: its forward, with the graph that a training's forward makes. Behind each B: a
+forward, its backward, and the sum of its gradients in fp32. So both find the caches as the other has left them. A round's
+figure is the lowest decile of its calls: what else runs on the machine slows some down, and speeds none up.
 
 All of that happens on the late device of the tests, and in a process of its own on the CPU. The late device keeps books of each
 operation (`op_s`: what a plain forward takes longer there, for each of its operations). The engine runs more operations than
@@ -24,10 +26,11 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from time import thread_time
+from types import MappingProxyType
 from typing import Any
 
 import commits
@@ -63,12 +66,17 @@ class Operations(TorchDispatchMode):
 
 
 class EventCosts(Tracer):
-    """Notes the seconds of F and B of layers but the last, whose backward follows its forward at once; and the operations."""
+    """Notes the seconds of F and B of layers but the last, whose backward follows its forward at once; the operations; and the
+    seconds of a plain call behind each. `plain`: these, by the name of the operation."""
 
-    def __init__(self, last: int, operations: Operations | None = None) -> None:
-        self.seconds: dict[Op, list[float]] = defaultdict(list)
-        self.operations: dict[Op, list[int]] = defaultdict(list)
+    def __init__(
+        self, last: int, plain: Mapping[str, Callable[[], object]] = MappingProxyType({}), operations: Operations | None = None
+    ) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.operations: dict[str, list[int]] = defaultdict(list)
+        self.plain_seconds: dict[str, list[float]] = defaultdict(list)
         self._last = last
+        self._plain = plain
         self._counter = operations
         self._before = thread_time(), 0  # behind the event before
 
@@ -78,8 +86,11 @@ class EventCosts(Tracer):
         """See `Tracer.span`."""
         now, count = thread_time(), 0 if self._counter is None else self._counter.count
         if isinstance(name, Event) and name.op in (Op.F, Op.B) and isinstance(name.layer, int) and name.layer != self._last:
-            self.seconds[name.op].append(now - self._before[0])
-            self.operations[name.op].append(count - self._before[1])
+            self.seconds[name.op.name].append(now - self._before[0])
+            self.operations[name.op.name].append(count - self._before[1])
+            if (call := self._plain.get(name.op.name)) is not None:
+                with torch.enable_grad():
+                    self.plain_seconds[name.op.name].append(seconds(call))
         self._before = thread_time(), count
 
 
@@ -124,6 +135,11 @@ def seconds(call: Callable[[], object]) -> float:
     return thread_time() - start
 
 
+def low(values: list[float]) -> float:
+    """The lowest decile."""
+    return sorted(values)[len(values) // 10]
+
+
 def operations(call: Callable[[], object]) -> int:
     """That a call runs."""
     with Operations() as counter:
@@ -161,7 +177,7 @@ def an_engine(options: argparse.Namespace, folder: Path) -> Iterator[Any]:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """On one device, by operation: the medians of each round of the engine and of the plain block, and torch's operations."""
+    """On one device, by operation: the figures of each round of the engine and of the plain block, and torch's operations."""
     found: dict[str, dict[str, Any]] = {name: {"engine_s": [], "plain_s": []} for name in ("F", "B")}
     with an_engine(options, folder) as engine:
         batches = [torch.randint(0, VOCABULARY, (1, options.tokens)) for _ in range(options.micro_batches)]
@@ -169,17 +185,16 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, An
         plain = PlainBlock(options, batches[0]["input_ids"].to(engine.device))
         calls = {"F": plain.forward, "B": plain.backward}
         for number in range(options.rounds + 1):
-            engine._runner.tracer = own = EventCosts(options.layers - 1)
+            engine._runner.tracer = own = EventCosts(options.layers - 1, calls)
             engine.train_batch(iter(batches))
-            plainly = {name: [seconds(call) for _ in own.seconds[Op[name]]] for name, call in calls.items()}
             for name in calls if number else ():  # the first step makes what later ones have
-                found[name]["engine_s"].append(median(own.seconds[Op[name]]))
-                found[name]["plain_s"].append(median(plainly[name]))
+                found[name]["engine_s"].append(low(own.seconds[name]))
+                found[name]["plain_s"].append(low(own.plain_seconds[name]))
         with Operations() as counter:
-            engine._runner.tracer = own = EventCosts(options.layers - 1, counter)
+            engine._runner.tracer = own = EventCosts(options.layers - 1, operations=counter)
             engine.train_batch(iter(batches))
         for name, call in calls.items():
-            found[name] |= {"engine_ops": median(own.operations[Op[name]]), "plain_ops": operations(call)}
+            found[name] |= {"engine_ops": median(own.operations[name]), "plain_ops": operations(call)}
     return found
 
 

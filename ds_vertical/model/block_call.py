@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -150,7 +149,7 @@ class _Graph(threading.local):
 _graph = _Graph()
 
 
-Hooks = OrderedDict[int, Callable[..., object]]  # torch's table of one kind of a module's hooks
+Hooks = dict[int, Callable[..., object]]  # torch's table of one kind of a module's hooks: an OrderedDict
 
 
 def note_as_node(hook: Callable[..., object]) -> None:
@@ -161,14 +160,15 @@ def note_as_node(hook: Callable[..., object]) -> None:
 _node_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 
 
-def tables_of_nodes(module: nn.Module) -> list[tuple[Hooks, dict[int, Callable[..., object]]]]:
+def tables_of_nodes(module: nn.Module) -> list[tuple[Hooks, Hooks]]:
     """The tables of hooks of the modules inside a block in which all hooks do nothing but put nodes there, with what they
     hold."""
-    tables: list[Hooks] = [t for each in list(module.modules())[1:] for t in (each._forward_pre_hooks, each._forward_hooks)]
+    inner = list(module.modules())[1:]
+    tables: list[Hooks] = [table for each in inner for table in (each._forward_pre_hooks, each._forward_hooks)]
     return [(table, dict(table)) for table in tables if table and all(hook in _node_hooks for hook in table.values())]
 
 
-def dropping_graph(tables: Sequence[tuple[Hooks, dict[int, Callable[..., object]]]] = ()) -> Changed:
+def dropping_graph(tables: Sequence[tuple[Hooks, Hooks]] = ()) -> Changed:
     """Within the block a block of the model runs whose graph is given up as it is: nodes that only order its backward may be
     left out (`may_leave_out_node`). `tables`: see `tables_of_nodes`; they are empty meanwhile, and modules without hooks are
     called faster."""
@@ -188,7 +188,7 @@ def dropping_graph(tables: Sequence[tuple[Hooks, dict[int, Callable[..., object]
                 others = list(table)
                 table.update(held)
                 for key in others:  # which code has put there meanwhile
-                    table.move_to_end(key)
+                    table.move_to_end(key)  # type: ignore[attr-defined]
 
     return Changed(end, begin)
 
