@@ -90,14 +90,9 @@ class RecordedBlocks:
 
     def run(self, block: int, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a block of the call under way, as a call of `function`. Returns what that returned. Raises as `run_kept` does."""
-        run = self.run_kept if self._keep else self.run_plain
-        return run(block, function, args, kwargs)
-
-    def run_plain(
-        self, block: int, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> object:
-        """Run a block of an evaluation, which has no backward. Returns what the block returned."""
-        return function(*args, **kwargs)
+        if not self._keep:  # an evaluation, which has no backward
+            return function(*args, **kwargs)
+        return self.run_kept(block, function, args, kwargs)
 
     def run_kept(
         self, block: int, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
@@ -124,7 +119,12 @@ class RecordedBlocks:
             with self._keeping(block, call) as keeping, self._graph_of(block, keeping):
                 output = function(*args, **kwargs)  # see [Note: grad mode]
         except RuntimeError as error:
-            self._refuse_write(block, error)
+            text = str(error)
+            if block not in self._with_nodes and has_gaps() and ("in-place" in text or "inplace" in text):
+                self._with_nodes.update(_of_one_class(self._blocks, block))
+                raise NodesMissed(self._blocks[block].path) from error
+            if "in-place operation" in text:
+                _refuse_in_place(self._blocks[block], error)
             raise
         returned = self._record(block, call, twins, output, keeping)
         del output
@@ -142,20 +142,12 @@ class RecordedBlocks:
         is_taken = self.keep_graph or keeping is not None or block in self._with_nodes
         return contextlib.nullcontext() if is_taken else dropping_graph(self._nodes[block])
 
-    def _refuse_write(self, block: int, error: RuntimeError) -> None:
-        """A block has failed. Raises NodesMissed, or LayerError, where autograd has refused a write in place."""
-        if block not in self._with_nodes and has_gaps() and any(word in str(error) for word in ("in-place", "inplace")):
-            kind = type(self._blocks[block].module)
-            self._with_nodes.update(index for index, each in enumerate(self._blocks) if type(each.module) is kind)
-            raise NodesMissed(self._blocks[block].path) from error
-        if "in-place operation" in str(error):
-            _refuse_in_place(self._blocks[block], error)
-
     def _record(
         self, block: int, call: BlockCall, twins: dict[int, torch.Tensor], output: object, keeping: Keeping | None
     ) -> object:
         """A block has run: complete the record of its call. Returns the output with leaves in the place of its tensors."""
-        if type(output) is torch.Tensor and (call.found is None or call.found.is_untouched()):
+        follows_state = self._modules is not None and self._modules.tracked.follows_state
+        if type(output) is torch.Tensor and (call.found is None or (call.found.is_empty() and not follows_state)):
             return self._record_one(block, call, twins, output, keeping)
         outputs, out_spec = pytree.tree_flatten(output)
         _refuse_opaque(self._blocks[block], outputs)
@@ -275,6 +267,10 @@ class RecordedBlocks:
                 found = run_backward(graph, grads, waiting)
         for key, grad in found.items():
             self._segments.wait(inputs[key], grad)
+
+
+def _of_one_class(blocks: Sequence[Block], block: int) -> list[int]:
+    return [index for index, each in enumerate(blocks) if type(each.module) is type(blocks[block].module)]
 
 
 def _may_be_written(value: object, given: bool) -> bool:

@@ -117,14 +117,10 @@ class BlockState:
         """Whether no state changes, and the block was given no objects but empty lists and dicts."""
         return self._began_empty and not self._versions
 
-    def _is_empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether, besides, these lists and dicts are empty now. transformers gives every block a dict in which to collect
         outputs, and most calls leave it empty."""
         return self._found_nothing() and not any(each.owner for each in self._carriers)
-
-    def is_untouched(self) -> bool:
-        """Whether the block, which has run, found nothing that it could have written to, and no state is known to change."""
-        return self._is_empty() and not (self._tracked.tracks or self._tracked.learns)
 
     def _now_of(self, track: Track, last: Version) -> Version:
         return last if id(track) in self._quiet else track.item.capture(last)
@@ -160,7 +156,7 @@ class BlockState:
         for track in self._tracked.tracks:  # new ones: they were at the call what they were before the step
             if id(track) not in known and (track.item.region in (OUTSIDE, self._block) or isinstance(track.item, PlaceItem)):
                 self._versions.append((track, track.base))
-        if self._is_empty():
+        if self.is_empty():
             return
         given = {id(twin): originals[key] for key, twin in twins.items()}
         given |= {id(copy): given[id(twin)] for copy, twin in self._lent.values() if copy._version == 0}  # not written
@@ -183,14 +179,14 @@ class BlockState:
         return {key_of(item.tensor.untyped_storage()) for item in items if isinstance(item, TensorItem)}
 
     def _now(self) -> Pairs:
-        if self._is_empty():
+        if self.is_empty():
             return ()
         versions = [self._now_of(track, last) for track, last in self._versions if isinstance(track.item, PlaceItem)]
         places = [pair for version in versions for pair in version]
         return _once((*places, *self._carried_now()))
 
     def _carried_now(self) -> Pairs:
-        if not self._carriers or self._is_empty():
+        if not self._carriers or self.is_empty():
             return tuple((container, Contents()) for container in self._carriers)
         below = containers([container.owner for container in self._carriers], given=True)
         return tuple((container, container.read()) for container in below)
