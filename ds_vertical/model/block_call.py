@@ -114,24 +114,24 @@ def flattened(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list
     if form is not None:
         return values, form
     leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=partial(_is_given_as_it_is, kwargs))
-    if OTHER in by_position or any(count == OTHER for _, count in by_name):
+    if TAKEN_BY_TORCH in by_position or any(count == TAKEN_BY_TORCH for _, count in by_name):
         return leaves, CallForm(spec)
     form = _forms[plan] = CallForm(spec, plan)
     return values, form
 
 
-OTHER: Final = -2
+TAKEN_BY_TORCH: Final = -2
 
 
 def _taken_apart(value: object, values: list[object]) -> int:
-    """Append the values that an argument consists of. Returns their number, ONE, or OTHER where torch has to take it apart."""
+    """Append the values that an argument consists of. Returns their number, ONE, or TAKEN_BY_TORCH."""
     if type(value) in _VALUES:
         values.append(value)
         return ONE
     if type(value) is tuple and _VALUES.issuperset(map(type, value)):
         values += value
         return len(value)
-    return OTHER
+    return TAKEN_BY_TORCH
 
 
 def _is_given_as_it_is(kwargs: dict[str, object], value: object) -> bool:

@@ -84,15 +84,15 @@ class Settings:
     @classmethod
     def capture(cls) -> Settings:
         """The process's now."""
-        own = torch._C  # what torch's functions of like names return
+        attention = torch.backends.cuda
         return _settings(
             torch.get_default_dtype(),
-            (own._get_deterministic_algorithms(), own._get_deterministic_algorithms_warn_only()),
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
             (
-                own._get_flash_sdp_enabled(),
-                own._get_mem_efficient_sdp_enabled(),
-                own._get_math_sdp_enabled(),
-                own._get_cudnn_sdp_enabled(),
+                attention.flash_sdp_enabled(),
+                attention.mem_efficient_sdp_enabled(),
+                attention.math_sdp_enabled(),
+                attention.cudnn_sdp_enabled(),
             ),
             _matmul_precision(),
         )
@@ -126,7 +126,7 @@ def _settings(
 
 def _matmul_precision() -> str | None:
     try:
-        return torch._C._get_float32_matmul_precision()
+        return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch's own, where `fp32_precision` of a back end has been set
         return None
 
