@@ -13,7 +13,6 @@ from ds_vertical.compat.engine import DeepSpeedEngine, model_of, module_hooks
 from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_params import apply_to_tensors_only
 from ds_vertical.interrupts import Changed
-from ds_vertical.model.block_call import may_leave_out_node, note_as_node
 from ds_vertical.model.compiled_blocks import any_compiled, graph_break, refuse_compiled_around
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.tensor_refs import note_alias
@@ -21,7 +20,6 @@ from ds_vertical.model.tensor_refs import note_alias
 Hook = Callable[..., Any]  # a module's, of any of torch's kinds
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_PASSED_ON = frozenset((torch.Tensor, type(None), bool, int, float, str))  # types of what modules are given, for the most part
 
 
 class _IdentityNode(torch.autograd.Function):
@@ -52,24 +50,14 @@ def load_identity_node() -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _identity_hook(noted: bool, breaks: bool) -> Hook:
     """What stands where one of stock's backward hooks stood: see [Note: joints]. `noted`: its tensor is known as one over the
-    memory of the tensor before it. `breaks`: no compiler looks into it, and the node is never left out."""
+    memory of the tensor before it. `breaks`: no compiler looks into it."""
     behind_node = load_identity_node()
     apart = (lambda tensor: note_alias(behind_node(tensor))) if noted else behind_node
 
     def hook(module: torch.nn.Module, inputs: Any, *output: Any) -> Any:
-        given = output[0] if output else inputs
-        members = given if type(given) is tuple else (given,)
-        if not _PASSED_ON.issuperset(map(type, members)):
-            return apply_to_tensors_only(apart, given)
-        if not breaks and may_leave_out_node():
-            return None
-        made = tuple([apart(each) if type(each) is torch.Tensor else each for each in members])
-        return made if members is given else made[0]
+        return apply_to_tensors_only(apart, output[0] if output else inputs)
 
-    if breaks:
-        return torch.compiler.disable(hook)
-    note_as_node(hook)
-    return hook
+    return torch.compiler.disable(hook) if breaks else hook
 
 
 @contextlib.contextmanager
@@ -80,7 +68,6 @@ def suspended_hooks(engine: DeepSpeedEngine, layers: LayerMap, *, noted: bool = 
     outputs. That decides the order in which autograd adds the gradients of a tensor used more than once, hence the last
     bits (RMSNorm uses its input twice, its caller once more). Such nodes stay: gradients come out with stock's bits. And a list
     among a module's positional arguments is a copy, as in stock, in evaluation too: what the module appends nobody sees.
-    A forward whose graph is dropped does without: see `recorded_blocks`, [Note: dropped graphs].
     `noted`: what they make is told to `tensor_refs`. Where modules are compiled hooks that do nothing stay, see
     [Note: compiled blocks].
     """

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextvars
-import threading
-import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Final, TypeGuard
 
@@ -15,12 +13,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ds_vertical.interrupts import Changed
 from ds_vertical.model.state.block_state import BlockState, replace_in_objects, tensors_in_objects
 from ds_vertical.model.tensor_refs import key_of
 from ds_vertical.model.thread_state import Modes, ThreadState
 
 Position = tuple[int, ...]
+Plan = tuple[tuple[int, ...], tuple[tuple[str, int], ...]]  # see `CallForm`
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class CallForm:
     """
 
     spec: pytree.TreeSpec
-    plan: tuple[tuple[int, ...], tuple[tuple[str, int], ...]] | None = None
+    plan: Plan | None = None
 
     def arguments(self, values: Iterable[object]) -> tuple[tuple[object, ...], dict[str, object]]:
         """The arguments of such a call, by position and by name, made of its values."""
@@ -97,7 +95,6 @@ ONE: Final = -1
 _VALUES: Final = frozenset(
     (torch.Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device, list, dict)
 )
-_forms: dict[Hashable, CallForm] = {}
 
 
 def flattened(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[object], CallForm]:
@@ -109,15 +106,22 @@ def flattened(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list
     values: list[object] = []
     by_position = tuple([_taken_apart(value, values) for value in args])
     by_name = tuple([(name, _taken_apart(value, values)) for name, value in kwargs.items()])
-    plan = by_position, by_name
-    form = _forms.get(plan)
-    if form is not None:
-        return values, form
+    if TAKEN_BY_TORCH not in by_position and all(count != TAKEN_BY_TORCH for _, count in by_name):
+        return values, _form((by_position, by_name))
     leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=partial(_is_given_as_it_is, kwargs))
-    if TAKEN_BY_TORCH in by_position or any(count == TAKEN_BY_TORCH for _, count in by_name):
-        return leaves, CallForm(spec)
-    form = _forms[plan] = CallForm(spec, plan)
-    return values, form
+    return leaves, CallForm(spec)
+
+
+@lru_cache(maxsize=256)
+def _form(plan: Plan) -> CallForm:
+    """The form of all calls with a plan. Torch's is found by a call with None in the place of each value."""
+    by_position, by_name = plan
+    args = tuple([_nones(count) for count in by_position])
+    return CallForm(pytree.tree_structure((args, {name: _nones(count) for name, count in by_name})), plan)
+
+
+def _nones(count: int) -> tuple[None, ...] | None:
+    return None if count == ONE else (None,) * count
 
 
 TAKEN_BY_TORCH: Final = -2
@@ -136,74 +140,6 @@ def _taken_apart(value: object, values: list[object]) -> int:
 
 def _is_given_as_it_is(kwargs: dict[str, object], value: object) -> bool:
     return isinstance(value, list | dict) and value is not kwargs
-
-
-# ---- a graph that nothing takes
-
-
-class _Graph(threading.local):
-    is_dropped = False
-    has_gaps = False
-
-
-_graph = _Graph()
-
-
-Hooks = dict[int, Callable[..., object]]  # torch's table of one kind of a module's hooks: an OrderedDict
-
-
-def note_as_node(hook: Callable[..., object]) -> None:
-    """A module's hook does nothing but put nodes into the graph, which do not change its tensors."""
-    _node_hooks.add(hook)
-
-
-_node_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
-
-
-def tables_of_nodes(module: nn.Module) -> list[tuple[Hooks, Hooks]]:
-    """The tables of hooks of the modules inside a block in which all hooks do nothing but put nodes there, with what they
-    hold."""
-    inner = list(module.modules())[1:]
-    tables: list[Hooks] = [table for each in inner for table in (each._forward_pre_hooks, each._forward_hooks)]
-    return [(table, dict(table)) for table in tables if table and all(hook in _node_hooks for hook in table.values())]
-
-
-def dropping_graph(tables: Sequence[tuple[Hooks, Hooks]] = ()) -> Changed:
-    """Within the block a block of the model runs whose graph is given up as it is: nodes that only order its backward may be
-    left out (`may_leave_out_node`). `tables`: see `tables_of_nodes`; they are empty meanwhile, and modules without hooks are
-    called faster."""
-
-    def begin() -> None:
-        _graph.has_gaps, _graph.is_dropped = bool(tables), True
-        for table, held in tables:
-            if len(table) == len(held):
-                table.clear()
-
-    def end() -> None:
-        _graph.is_dropped = False
-        for table, held in tables:
-            if not table:
-                table.update(held)
-            elif not held.keys() <= table.keys():
-                others = list(table)
-                table.update(held)
-                for key in others:  # which code has put there meanwhile
-                    table.move_to_end(key)  # type: ignore[attr-defined]
-
-    return Changed(end, begin)
-
-
-def may_leave_out_node() -> bool:
-    """Whether a node that does not change its tensors may be left out of the graph that is being made: asked by who then leaves
-    it out."""
-    if _graph.is_dropped:
-        _graph.has_gaps = True
-    return _graph.is_dropped
-
-
-def has_gaps() -> bool:
-    """Whether nodes were left out of the graph that was dropped last."""
-    return _graph.has_gaps
 
 
 # ---- tensors

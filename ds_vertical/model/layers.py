@@ -56,8 +56,7 @@ class LayerMap:
     and, where it is a unit, `suf` to its parameters, each parameter in exactly one unit (one that several layers share: `pre`).
     `whole`: blocks of which a hook has computed with a parameter of the block, as steps find them: see `stubs`. `apart`: the
     units outside the layers that, as far as steps have found, the prefix alone (`pre`) or the suffix alone (`suf`) uses.
-    `missed`: those of which this rank has found otherwise. `with_nodes`: blocks that need their modules' nodes in every
-    forward, as steps find them: see `recorded_blocks`.
+    `missed`: those of which this rank has found otherwise.
     """
 
     blocks: tuple[Block, ...]
@@ -66,7 +65,6 @@ class LayerMap:
     whole: set[int] = field(default_factory=set)
     apart: set[Unit] = field(default_factory=set)
     missed: set[Unit] = field(default_factory=set)
-    with_nodes: set[int] = field(default_factory=set)
 
     @property
     def outside(self) -> Outside:

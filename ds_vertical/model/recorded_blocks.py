@@ -4,11 +4,6 @@
 most graphs are dropped at once: torch picks kernels by them (attention with a mask that requires grad takes another one),
 and modules ask for them. Only so does F give the bits of stock's forward and of the recompute in B, and only so has B
 the same bits with the graph that F made as with one that it makes anew.
-
-[Note: dropped graphs] The nodes that stand at the modules' ends ([Note: joints] in `engine.module_hooks`) change no values.
-They decide the order of a backward. So a forward whose graph is dropped makes none. What it computes is the same, but for one
-thing: autograd lets code write in place to what such a node has given, and refuses it for some other tensors. Where it does,
-the step starts over, and blocks of that class have their nodes from then on (`LayerMap.with_nodes`).
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -29,9 +24,7 @@ from ds_vertical.model.block_call import (
     BlockCall,
     BlockGraph,
     changed,
-    dropping_graph,
     flattened,
-    has_gaps,
     leaf_of,
     put_leaves,
     requires_grad,
@@ -46,7 +39,6 @@ from ds_vertical.model.kept.kept_blocks import Keeping, KeptBlocks
 from ds_vertical.model.layers import Block
 from ds_vertical.model.state.block_state import BlockState
 from ds_vertical.model.state.containers import container_of
-from ds_vertical.model.state.restart import NodesMissed
 from ds_vertical.model.thread_state import Modes, ThreadState, applied
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
@@ -72,7 +64,6 @@ class RecordedBlocks:
         self._keeping_blocks = frozenset[int]() if kinds is None else kinds.blocks_of(index, shared.layers)
         self._modules = shared.modules
         self._blocks = shared.layers.blocks
-        self._with_nodes, self._nodes = shared.layers.with_nodes, shared.stubs.nodes
         self._segments = segments
 
     def clear(self) -> None:
@@ -116,14 +107,10 @@ class RecordedBlocks:
         if found is not None:
             found.lend(twins)
         try:
-            with self._keeping(block, call) as keeping, self._graph_of(block, keeping):
+            with self._keeping(block, call) as keeping:
                 output = function(*args, **kwargs)  # see [Note: grad mode]
         except RuntimeError as error:
-            text = str(error)
-            if block not in self._with_nodes and has_gaps() and ("in-place" in text or "inplace" in text):
-                self._with_nodes.update(_of_one_class(self._blocks, block))
-                raise NodesMissed(self._blocks[block].path) from error
-            if "in-place operation" in text:
+            if "in-place operation" in str(error):
                 _refuse_in_place(self._blocks[block], error)
             raise
         returned = self._record(block, call, twins, output, keeping)
@@ -136,11 +123,6 @@ class RecordedBlocks:
         if self.kept is None or self.keep_graph or block not in self._keeping_blocks:
             return contextlib.nullcontext()
         return self.kept.keeping(block, call)
-
-    def _graph_of(self, block: int, keeping: Keeping | None) -> contextlib.AbstractContextManager[object]:
-        """Around a block's forward: see [Note: dropped graphs]."""
-        is_taken = self.keep_graph or keeping is not None or block in self._with_nodes
-        return contextlib.nullcontext() if is_taken else dropping_graph(self._nodes[block])
 
     def _record(
         self, block: int, call: BlockCall, twins: dict[int, torch.Tensor], output: object, keeping: Keeping | None
@@ -269,10 +251,6 @@ class RecordedBlocks:
             self._segments.wait(inputs[key], grad)
 
 
-def _of_one_class(blocks: Sequence[Block], block: int) -> list[int]:
-    return [index for index, each in enumerate(blocks) if type(each.module) is type(blocks[block].module)]
-
-
 def _may_be_written(value: object, given: bool) -> bool:
     return type(value) in (dict, list) or container_of(value, given) is not None
 
@@ -297,13 +275,8 @@ def _refuse_in_place(block: Block, cause: Exception | None) -> NoReturn:
 
 def _refuse_cache(block: Block, flat: Sequence[object]) -> None:
     for value in flat:
-        if _is_cache(type(value)):
+        if type(value) not in _PLAIN and any(cls.__name__ == "Cache" for cls in type(value).__mro__):
             raise LayerError(
                 f"block {block.path} got a {type(value).__name__}: a recompute would append to the KV cache"
                 " twice; set model.config.use_cache = False for training"
             )
-
-
-@lru_cache(maxsize=4096)
-def _is_cache(cls: type) -> bool:
-    return any(each.__name__ == "Cache" for each in cls.__mro__)

@@ -31,7 +31,6 @@ from torch.utils import _pytree as pytree
 
 from ds_vertical.errors import LayerError
 from ds_vertical.interrupts import Changed
-from ds_vertical.model.block_call import tables_of_nodes
 from ds_vertical.model.compiled_blocks import is_compiled, raw_forward
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.containers import is_internal
@@ -142,8 +141,7 @@ class Stubs:
     Outside a coroutine (a recompute runs the raw forward itself) a block's forward is its own. What compiles a block's call
     is off meanwhile, and around its raw forward: see [Note: compiled blocks]. A call that has hooks of the user's is
     handed over with them: see [Note: hooks of blocks]. `model`: its calls are handed over, too; None: they are not told from
-    one another. `compiled`: of each block, whether it was compiled ahead of that. `nodes`: of each block, see
-    `block_call.tables_of_nodes`.
+    one another. `compiled`: of each block, whether it was compiled ahead of that.
     """
 
     def __init__(self, layers: LayerMap, model: nn.Module | None = None) -> None:
@@ -153,7 +151,6 @@ class Stubs:
         self.raw: list[Callable[..., object]] = [raw_forward(block.module) for block in blocks]
         self._whole = layers.whole
         self.compiled = [is_compiled(block.module) for block in blocks]
-        self.nodes = [tables_of_nodes(block.module) for block in blocks]
         self._kept = [block.module.__dict__.get("forward") for block in blocks]
         self._kept_calls = [block.module._compiled_call_impl for block in blocks]
         self._num_internal = [sum(map(is_internal, _hooks_of(block.module))) for block in blocks]

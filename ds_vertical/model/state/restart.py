@@ -48,16 +48,6 @@ class HooksMissed(StateMissed):
         return f"hooks on {self.path} compute with its parameters"
 
 
-class NodesMissed(StateMissed):
-    """The block at `path` writes in place where autograd allows it behind a node alone, and the node was left out. It is known
-    now: the step is to be run again, with the block's nodes."""
-
-    @property
-    def fact(self) -> str:  # override
-        """What is known now, for the user."""
-        return f"{self.path} writes in place to what its modules hand on"
-
-
 class UseMissed(StateMissed):
     """Code has computed with parameters outside the layers, of the unit `unit`, where they are away. They stay from now on: the
     step is to be run again. `LayerMap.missed` knows it by then."""
