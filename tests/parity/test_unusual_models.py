@@ -202,7 +202,8 @@ class WithStored(WithBlocks):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         loss = super().forward(input_ids, labels)
-        seen = [block.inner.seen for block in self.blocks]
+        blocks: Any = self.blocks
+        seen = [block.inner.seen for block in blocks]
         return loss + sum((each**2).mean() + each.tanh().mean() for each in seen)
 
 
