@@ -92,6 +92,7 @@ class CallForm:
 
 
 ONE: Final = -1
+TAKEN_BY_TORCH: Final = -2  # see `_taken_apart`
 _VALUES: Final = frozenset(
     (torch.Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device, list, dict)
 )
@@ -122,9 +123,6 @@ def _form(plan: Plan) -> CallForm:
 
 def _nones(count: int) -> tuple[None, ...] | None:
     return None if count == ONE else (None,) * count
-
-
-TAKEN_BY_TORCH: Final = -2
 
 
 def _taken_apart(value: object, values: list[object]) -> int:
