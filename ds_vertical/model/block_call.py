@@ -18,7 +18,7 @@ from ds_vertical.model.tensor_refs import key_of
 from ds_vertical.model.thread_state import Modes, ThreadState
 
 Position = tuple[int, ...]
-Plan = tuple[tuple[int, ...], tuple[tuple[str, int], ...]]  # see `CallForm`
+ArgumentPlan = tuple[tuple[int, ...], tuple[tuple[str, int], ...]]  # see `CallForm`
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class CallForm:
     """
 
     spec: pytree.TreeSpec
-    plan: Plan | None = None
+    plan: ArgumentPlan | None = None
 
     def arguments(self, values: Iterable[object]) -> tuple[tuple[object, ...], dict[str, object]]:
         """The arguments of such a call, by position and by name, made of its values."""
@@ -114,7 +114,7 @@ def flattened(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list
 
 
 @lru_cache(maxsize=256)
-def _form(plan: Plan) -> CallForm:
+def _form(plan: ArgumentPlan) -> CallForm:
     """The form of all calls with a plan. Torch's is found by a call with None in the place of each value."""
     by_position, by_name = plan
     args = tuple([_nones(count) for count in by_position])
