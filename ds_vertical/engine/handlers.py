@@ -386,7 +386,7 @@ class _Training(_WithBackward):
         if self.activations is not None:
             self.activations.require(*cell)
         super().forward(event)
-        if event in self.fused:
+        if (self.activations is None and self.kept is None) or event in self.fused:
             return
         if self.activations is not None:
             self.activations.leave(*cell, self.micro_batch(event).boundary)

@@ -84,7 +84,12 @@ def works_beside_host(device: torch.device) -> bool:
 
 def module_of(device: torch.device) -> DeviceModule:
     """Torch's module of such a device."""
-    module: Any = torch.get_device_module(device)
+    return _module(device.type)
+
+
+@functools.cache
+def _module(kind: str) -> DeviceModule:
+    module: Any = torch.get_device_module(kind)
     return module
 
 

@@ -242,7 +242,7 @@ def take_as_it_comes(leaf: torch.Tensor) -> Node:
     it out as the leaf is, and reductions round by the layout. Returns the node to which that is said: it has to be held until
     a graph has it.
     """
-    node = get_gradient_edge(leaf).node
+    node = _accumulator(leaf)
     reference = weakref.ref(leaf)  # weak: a further reference would keep its memory (`tensor_refs`)
 
     def take(grads: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
@@ -254,6 +254,13 @@ def take_as_it_comes(leaf: torch.Tensor) -> Node:
 
     node.register_prehook(take)  # type: ignore[attr-defined]
     return node
+
+
+def _accumulator(leaf: torch.Tensor) -> Node:
+    """As `get_gradient_edge` finds it, in less time."""
+    view = leaf.view_as(leaf).grad_fn if torch.is_grad_enabled() else None
+    node = None if view is None else view.next_functions[0][0]
+    return get_gradient_edge(leaf).node if node is None else node
 
 
 def _is_leaf(node: Node) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeGuard
+from functools import lru_cache, partial
+from itertools import islice
+from typing import Final, TypeGuard
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from ds_vertical.model.tensor_refs import key_of
 from ds_vertical.model.thread_state import Modes, ThreadState
 
 Position = tuple[int, ...]
+ArgumentPlan = tuple[tuple[int, ...], tuple[tuple[str, int], ...]]  # see `CallForm`
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class BlockCall:
     outputs.
 
     `function`: what was called, the block's forward or its call with hooks. `args`: the first `num_given` are the arguments,
-    flattened by `spec`; the others are tensors that the block found in modules and objects (`found`). `versions`: how often
+    flattened by `form`; the others are tensors that the block found in modules and objects (`found`). `versions`: how often
     each tensor among them had been written in place at the call. The rest is filled in once the block has run. `leaves`: those
     of the returned values, then those of what the block has written elsewhere, at the positions `written`. `graph` is None
     where the backward recomputes the block.
@@ -41,7 +44,7 @@ class BlockCall:
     function: Callable[..., object]
     args: list[object]
     num_given: int
-    spec: pytree.TreeSpec
+    form: CallForm
     found: BlockState | None
     state: ThreadState
     modes: Modes
@@ -63,9 +66,81 @@ def tensors_among(values: Iterable[object]) -> list[torch.Tensor]:
     return list({id(value): value for value in values if isinstance(value, torch.Tensor)}.values())
 
 
-def is_given_as_it_is(kwargs: dict[str, object], value: object) -> bool:
-    """Whether a block gets an argument as the very object that the caller gave: a list or dict, into which it may write."""
+# ---- arguments
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How the arguments of a call consist of values. `spec`: that, as torch has it.
+
+    `plan`: the same for a call whose arguments are values and tuples of values: for each of them the number of values, or ONE
+    for a value by itself; those by position, and those by name. None for other calls.
+    """
+
+    spec: pytree.TreeSpec
+    plan: ArgumentPlan | None = None
+
+    def arguments(self, values: Iterable[object]) -> tuple[tuple[object, ...], dict[str, object]]:
+        """The arguments of such a call, by position and by name, made of its values."""
+        if self.plan is None:
+            args, kwargs = pytree.tree_unflatten(values, self.spec)
+            return args, kwargs
+        by_position, by_name = self.plan
+        rest = iter(values)
+        taken = tuple([next(rest) if count == ONE else tuple(islice(rest, count)) for count in by_position])
+        return taken, {name: next(rest) if count == ONE else tuple(islice(rest, count)) for name, count in by_name}
+
+
+ONE: Final = -1
+TAKEN_BY_TORCH: Final = -2  # see `_taken_apart`
+_VALUES: Final = frozenset(
+    (torch.Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device, list, dict)
+)
+
+
+def flattened(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[object], CallForm]:
+    """The values of a call's arguments, and how the arguments consist of them. Lists and dicts are values: a block gets them as
+    the very objects that the caller gave, and may write into them.
+
+    Torch takes a call apart in the time of several kernels. So the commonest ones are known by their plans.
+    """
+    values: list[object] = []
+    by_position = tuple([_taken_apart(value, values) for value in args])
+    by_name = tuple([(name, _taken_apart(value, values)) for name, value in kwargs.items()])
+    if TAKEN_BY_TORCH not in by_position and all(count != TAKEN_BY_TORCH for _, count in by_name):
+        return values, _form((by_position, by_name))
+    leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=partial(_is_given_as_it_is, kwargs))
+    return leaves, CallForm(spec)
+
+
+@lru_cache(maxsize=256)
+def _form(plan: ArgumentPlan) -> CallForm:
+    """The form of all calls with a plan. Torch's is found by a call with None in the place of each value."""
+    by_position, by_name = plan
+    args = tuple([_nones(count) for count in by_position])
+    return CallForm(pytree.tree_structure((args, {name: _nones(count) for name, count in by_name})), plan)
+
+
+def _nones(count: int) -> tuple[None, ...] | None:
+    return None if count == ONE else (None,) * count
+
+
+def _taken_apart(value: object, values: list[object]) -> int:
+    """Append the values that an argument consists of. Returns their number, ONE, or TAKEN_BY_TORCH."""
+    if type(value) in _VALUES:
+        values.append(value)
+        return ONE
+    if type(value) is tuple and _VALUES.issuperset(map(type, value)):
+        values += value
+        return len(value)
+    return TAKEN_BY_TORCH
+
+
+def _is_given_as_it_is(kwargs: dict[str, object], value: object) -> bool:
     return isinstance(value, list | dict) and value is not kwargs
+
+
+# ---- tensors
 
 
 def with_state(flat: list[object], found: BlockState | None) -> list[object]:

@@ -183,7 +183,7 @@ class ForwardCoroutine:
         try:
             self._guard = None  # back to the inference mode in which the forward parked
             guard = inference_guard(self._state.inference)
-            self._state.apply()
+            self._state.apply(outer)
             self._modes.on_top_of(modes).apply()
             switch()
         finally:
@@ -193,7 +193,7 @@ class ForwardCoroutine:
             del guard
             # A forward may park inside its own inference mode: the hub's holds until it is entered again.
             self._guard = inference_guard(outer.inference)
-            outer.apply()
+            outer.apply(self._state)
 
     # ---- the coroutine's side
 

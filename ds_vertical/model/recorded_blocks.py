@@ -24,7 +24,7 @@ from ds_vertical.model.block_call import (
     BlockCall,
     BlockGraph,
     changed,
-    is_given_as_it_is,
+    flattened,
     leaf_of,
     put_leaves,
     requires_grad,
@@ -81,14 +81,9 @@ class RecordedBlocks:
 
     def run(self, block: int, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a block of the call under way, as a call of `function`. Returns what that returned. Raises as `run_kept` does."""
-        run = self.run_kept if self._keep else self.run_plain
-        return run(block, function, args, kwargs)
-
-    def run_plain(
-        self, block: int, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> object:
-        """Run a block of an evaluation, which has no backward. Returns what the block returned."""
-        return function(*args, **kwargs)
+        if not self._keep:  # an evaluation, which has no backward
+            return function(*args, **kwargs)
+        return self.run_kept(block, function, args, kwargs)
 
     def run_kept(
         self, block: int, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
@@ -99,16 +94,16 @@ class RecordedBlocks:
         graph and the glue's meet nowhere. Returns the block's output made of these leaves. Raises LayerError for a KV cache,
         for inputs that the block has written in place, and for outputs in which tensors cannot be found.
         """
-        flat, spec = pytree.tree_flatten((args, kwargs), is_leaf=partial(is_given_as_it_is, kwargs))
+        flat, form = flattened(args, kwargs)
         _refuse_cache(self._blocks[block], flat)
         state = ThreadState.capture()
         context = contextvars.copy_context()
         found = self._find_state(block, flat, context)
         inputs = with_state(flat, found)
-        call = BlockCall(function, inputs, len(flat), spec, found, state, Modes.capture(), context, versions_of(inputs))
+        call = BlockCall(function, inputs, len(flat), form, found, state, Modes.capture(), context, versions_of(inputs))
         twins: dict[int, torch.Tensor] = {}
         given, _ = twins_of(flat, twins), twins_of(inputs[len(flat) :], twins)
-        args, kwargs = pytree.tree_unflatten(given, spec)
+        args, kwargs = form.arguments(given)
         if found is not None:
             found.lend(twins)
         try:
@@ -133,6 +128,9 @@ class RecordedBlocks:
         self, block: int, call: BlockCall, twins: dict[int, torch.Tensor], output: object, keeping: Keeping | None
     ) -> object:
         """A block has run: complete the record of its call. Returns the output with leaves in the place of its tensors."""
+        follows_state = self._modules is not None and self._modules.tracked.follows_state
+        if type(output) is torch.Tensor and (call.found is None or (call.found.is_empty() and not follows_state)):
+            return self._record_one(block, call, twins, output, keeping)
         outputs, out_spec = pytree.tree_flatten(output)
         _refuse_opaque(self._blocks[block], outputs)
         leaves: list[object] = [leaf_of(value) if isinstance(value, torch.Tensor) else value for value in outputs]
@@ -155,20 +153,38 @@ class RecordedBlocks:
         put_leaves(found, outputs, replaced)
         if any(map(requires_grad, leaves)):
             call.written, call.leaves = list(written), leaves
-            call.graph = BlockGraph(twins, [*outputs, *written.values()]) if self.keep_graph else None
-            self.calls[self._first + block] = call
-            if keeping is not None:
-                keeping.finish(twins, [*outputs, *written.values()], leaves)
+            self._complete(block, call, BlockGraph(twins, [*outputs, *written.values()]), keeping)
         self._segments.begin(leaves)
         return returned
+
+    def _record_one(
+        self, block: int, call: BlockCall, twins: dict[int, torch.Tensor], output: torch.Tensor, keeping: Keeping | None
+    ) -> torch.Tensor:
+        """As `_record`, for a block that has returned one tensor, and written nothing elsewhere: what most do, in less time."""
+        if changed(call.args, call.versions, ()):
+            _refuse_in_place(self._blocks[block], None)
+        leaf = leaf_of(output)
+        if leaf.requires_grad:
+            call.leaves = [leaf]
+            self._complete(block, call, BlockGraph(twins, [output]), keeping)
+        self._segments.begin((leaf,))
+        return leaf
+
+    def _complete(self, block: int, call: BlockCall, graph: BlockGraph, keeping: Keeping | None) -> None:
+        """Let a call be recorded. `graph`: that of its forward."""
+        call.graph = graph if self.keep_graph else None
+        self.calls[self._first + block] = call
+        if keeping is not None:
+            keeping.finish(graph.twins, graph.outputs, call.leaves)
 
     def _find_state(self, block: int, flat: Sequence[object], context: contextvars.Context) -> BlockState | None:
         """What the block finds as it is called, in modules, arguments and context variables; None where none of it changes."""
         if self._modules is None:
             return None
-        carriers = [value for value in flat if type(value) not in _PLAIN and container_of(value, given=True) is not None]
-        own = (value for value in context.values() if id(value) not in self._modules.outer_context)
-        carriers += [value for value in own if type(value) not in _PLAIN and container_of(value) is not None]
+        carriers = [each for each in flat if type(each) not in _PLAIN and _may_be_written(each, given=True)]
+        outer = self._modules.outer_context
+        own = [value for value in context.values() if id(value) not in outer and type(value) not in _PLAIN]
+        carriers += [value for value in own if _may_be_written(value, given=False)]
         return self._modules.at_call(block, carriers)
 
     # ---- backward
@@ -208,7 +224,7 @@ class RecordedBlocks:
 
     def _recompute(self, call: BlockCall, given: list[object]) -> list[object]:
         """The block's outputs, with their graph."""
-        args, kwargs = pytree.tree_unflatten(given, call.spec)
+        args, kwargs = call.form.arguments(given)
         with applied(call.state), torch.enable_grad():
             output = call.context.run(call.function, *args, **kwargs)
         outputs = pytree.tree_leaves(output)
@@ -235,6 +251,10 @@ class RecordedBlocks:
             self._segments.wait(inputs[key], grad)
 
 
+def _may_be_written(value: object, given: bool) -> bool:
+    return type(value) in (dict, list) or container_of(value, given) is not None
+
+
 def _refuse_opaque(block: Block, values: Sequence[object]) -> None:
     for value in values:
         if isinstance(value, torch.Tensor) or container_of(value, given=True) is not None:
@@ -255,7 +275,7 @@ def _refuse_in_place(block: Block, cause: Exception | None) -> NoReturn:
 
 def _refuse_cache(block: Block, flat: Sequence[object]) -> None:
     for value in flat:
-        if any(cls.__name__ == "Cache" for cls in type(value).__mro__):
+        if type(value) not in _PLAIN and any(cls.__name__ == "Cache" for cls in type(value).__mro__):
             raise LayerError(
                 f"block {block.path} got a {type(value).__name__}: a recompute would append to the KV cache"
                 " twice; set model.config.use_cache = False for training"

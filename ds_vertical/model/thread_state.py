@@ -46,6 +46,12 @@ class AutocastState:
         torch.set_autocast_dtype(self.device_type, self.dtype)
 
 
+@functools.lru_cache(maxsize=64)
+def _autocast(device_type: str, enabled: bool, dtype: torch.dtype) -> AutocastState:
+    """One object for equal ones: most comparisons end there."""
+    return AutocastState(device_type, enabled, dtype)
+
+
 @functools.cache
 def _autocast_device_types() -> tuple[str, ...]:
     beside = streams.kind_beside_host()
@@ -79,7 +85,7 @@ class Settings:
     def capture(cls) -> Settings:
         """The process's now."""
         attention = torch.backends.cuda
-        return cls(
+        return _settings(
             torch.get_default_dtype(),
             (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
             (
@@ -91,10 +97,10 @@ class Settings:
             _matmul_precision(),
         )
 
-    def apply(self) -> None:
-        """Put back what differs."""
-        now = Settings.capture()
-        if now == self:
+    def apply(self, now: Settings | None = None) -> None:
+        """Put back what differs from the process's, which are those of `now` where they have just been captured."""
+        now = Settings.capture() if now is None else now
+        if now is self or now == self:
             return
         if now.dtype != self.dtype:
             torch.set_default_dtype(self.dtype)
@@ -105,6 +111,17 @@ class Settings:
                 put(enabled)
         if self.precision is not None and now.precision not in (None, self.precision):
             torch.set_float32_matmul_precision(self.precision)
+
+
+@functools.lru_cache(maxsize=64)
+def _settings(
+    dtype: torch.dtype,
+    deterministic: tuple[bool, bool],
+    attention: tuple[bool, bool, bool, bool],
+    precision: str | None,
+) -> Settings:
+    """One object for equal ones, as `_autocast`."""
+    return Settings(dtype, deterministic, attention, precision)
 
 
 def _matmul_precision() -> str | None:
@@ -148,7 +165,7 @@ class ThreadState:
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(
-                AutocastState(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                _autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
                 for kind in _autocast_device_types()
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
@@ -160,17 +177,21 @@ class ThreadState:
             settings=Settings.capture(),
         )
 
-    def apply(self) -> None:
-        """Put everything back except inference mode (see `inference_guard`)."""
-        for autocast in self.autocast:
-            autocast.apply()
+    def apply(self, now: ThreadState | None = None) -> None:
+        """Put everything back except inference mode (see `inference_guard`). `now`: the state that has been captured just
+        before; what is equal there, random streams aside, is left alone."""
+        if now is None or now.autocast != self.autocast:
+            for autocast in self.autocast:
+                autocast.apply()
         torch.set_autocast_cache_enabled(self.autocast_cache)
-        _set_autocast_nesting(self.autocast_nesting)
-        if self.device is not None and self.stream is not None:
+        if now is None or now.autocast_nesting != self.autocast_nesting:
+            _set_autocast_nesting(self.autocast_nesting)
+        is_there = now is not None and now.device == self.device and now.stream == self.stream
+        if self.device is not None and self.stream is not None and not is_there:
             module = streams.module_of(self.stream.device)
             module.set_device(self.device)
             module.set_stream(self.stream)
-        self.settings.apply()
+        self.settings.apply(None if now is None else now.settings)
         self.apply_rng()
         torch._C._set_grad_enabled(self.grad)
 
@@ -317,7 +338,7 @@ def applied(state: ThreadState) -> Iterator[None]:
 
     def enter() -> None:
         guards.append(inference_guard(state.inference))
-        state.apply()
+        state.apply(outer)
 
     def leave() -> None:
         guards.clear()

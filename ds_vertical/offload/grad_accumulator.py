@@ -476,9 +476,9 @@ def _take(param: nn.Parameter, rounding: Callable[[nn.Parameter], torch.dtype]) 
 
 def _pieces(total: torch.Tensor, grads: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
     """A flat sum and what is added to it, in pieces where several gradients are. See [Note: gradients in pairs]."""
-    if len(grads) < 2 or not all(grad.is_contiguous() for grad in grads):
-        return [(total, *grads)]
     size = max(_PIECE, _GRAIN * torch.get_num_threads())
+    if len(grads) < 2 or total.numel() <= size or not all(grad.is_contiguous() for grad in grads):
+        return [(total, *grads)]
     return zip(*(tensor.view(-1).split(size) for tensor in (total, *grads)), strict=True)
 
 

@@ -109,6 +109,111 @@ def test_the_loss_function_runs_outside_torch_autocast(tmp_path: Path) -> None:
     assert stock.losses == vertical.losses
 
 
+class Halves(nn.Module):
+    """A module inside it writes in place to one of several views, which autograd allows only behind a node of the hooks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left = self.act(self.up(x).chunk(2, dim=-1)[0])
+        return x + torch.cat([left, left], dim=-1)
+
+
+class Appending(nn.Module):
+    """A module inside it appends to a list that it gets by position, of which stock's hooks make a copy."""
+
+    class Inner(nn.Linear):
+        def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+            seen.append(x)
+            return super().forward(x)
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = self.Inner(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        out = x + self.inner(x, seen)
+        return out + 0.5 * seen[0] if seen else out
+
+
+class HandsOn(nn.Module):
+    """A module inside it hands its input on. The block asks whether it did, and writes to what it got."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(width, width), nn.Dropout(0.0), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        got = self.drop(hidden)
+        out = self.down(got) if got is hidden else self.down(got) + x
+        target = self.drop(hidden).detach_()
+        return out - target if hidden.requires_grad else 3 * out - target
+
+
+class Storing(nn.Module):
+    """A module inside it stores its input, which the loss uses."""
+
+    class Inner(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # override
+            self.seen = x
+            return super().forward(nn.functional.rms_norm(x, x.shape[-1:])) * x
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = self.Inner(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Descending(nn.Module):
+    """Goes down the slope of an energy, of which it makes a graph by itself: nodes decide the order of its sums."""
+
+    class Energy(nn.Module):
+        class Wave(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x * torch.cos(x * 0.7) + x.exp() * 0.1
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.act, self.wave = nn.Tanh(), self.Wave()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.act(x) * x * self.wave(x) + torch.sin(x)).sum()
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.energy, self.lin = self.Energy(), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            place = x if x.requires_grad else x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.energy(place), place, create_graph=True)
+        return self.lin(x) - 0.1 * slope
+
+
+class WithStored(WithBlocks):
+    block = Storing
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(input_ids, labels)
+        blocks: Any = self.blocks
+        seen = [block.inner.seen for block in blocks]
+        return loss + sum((each**2).mean() + each.tanh().mean() for each in seen)
+
+
+@pytest.mark.parametrize("block", [Halves, Appending, HandsOn, Storing, Descending])
+def test_a_blocks_modules_hand_on_what_stocks_nodes_make_of_it(tmp_path: Path, block: type[nn.Module]) -> None:
+    """Code can see the nodes at the ends of modules in the forward, whoever takes the graph: all of these bits hang on them."""
+    build = WithStored if block is Storing else type("Model", (WithBlocks,), {"block": block})
+    assert_identical(*run_both(config_in(tmp_path), build, STEPS))
+
+
 class Late(MixerModel):
     """Changes, after a block has run, a tensor that the block was given."""
 

@@ -119,5 +119,8 @@ def test_the_launching_threads_time_is_measured_and_recorded(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr[-3000:]
     [path] = (tmp_path / "launch").iterdir()
     found = json.loads(path.read_text())
-    assert [len(found[op][key]) for op in ("F", "B") for key in ("engine_s", "plain_s")] == [1] * 4
-    assert [line[:2] for line in done.stdout.splitlines()[-2:]] == ["F:", "B:"]
+    told = [found[device][op] for device in ("late", "cpu") for op in ("F", "B")]
+    assert [len(each[key]) for each in told for key in ("engine_s", "plain_s")] == [1] * 8
+    assert all(each["engine_ops"] > each["plain_ops"] > 0 for each in told)
+    assert found["beyond"]["op_s"] > 0
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[-5:-1]] == ["late F", "late B", "cpu F", "cpu B"]

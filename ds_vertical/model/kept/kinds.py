@@ -120,7 +120,7 @@ class KeptKinds:
         modes = tuple(module.training for module in block.module.modules())
         trained = tuple(param.requires_grad for param in block.module.parameters())  # decides what autograd saves
         about_block = type(block.module), own, modes, trained
-        return policy, *about_block, forms, call.spec, state.grad, state.inference, state.autocast
+        return policy, *about_block, forms, call.form.spec, state.grad, state.inference, state.autocast
 
     def _note(self, block: Block, instead: ActivationPolicy, reason: str) -> None:
         said = type(block.module), instead, reason

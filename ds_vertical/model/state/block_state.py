@@ -53,9 +53,13 @@ class FoundElements:
 
     def __init__(self, tracked: TrackedState, pairs: Pairs, near: Pairs, copies: bool) -> None:
         self._tracked = tracked
+        self._found: list[tuple[torch.Tensor, int, torch.Tensor, Elements | Fingerprint | None]] = []
+        self._num_watched = 0
+        if not pairs:
+            return
         watched = {id(tensor): tensor for tensor in _without_gradient(near)}
         others = [tensor for tensor in _without_gradient(pairs) if id(tensor) not in watched]
-        self._found = [(each, each._version, each.data, _kept(each, copies)) for each in watched.values()]
+        self._found += [(each, each._version, each.data, _kept(each, copies)) for each in watched.values()]
         self._found += [(each, each._version, each.data, Elements.of(each) if copies else None) for each in others]
         self._num_watched = len(watched)
 
@@ -106,13 +110,14 @@ class BlockState:
         self._carried: Pairs = tuple((container, container.read()) for container in carriers)
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a copy of a twin, and the twin
         near = [t for t, _ in self._versions if t.item.region in (OUTSIDE, block)]
-        self._elements = FoundElements(tracked, self._pairs(), self._pairs(near), copies)
+        pairs, near_pairs = ((), ()) if self._found_nothing() else (self._pairs(), self._pairs(near))
+        self._elements = FoundElements(tracked, pairs, near_pairs, copies)
 
     def _found_nothing(self) -> bool:
         """Whether no state changes, and the block was given no objects but empty lists and dicts."""
         return self._began_empty and not self._versions
 
-    def _is_empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether, besides, these lists and dicts are empty now. transformers gives every block a dict in which to collect
         outputs, and most calls leave it empty."""
         return self._found_nothing() and not any(each.owner for each in self._carriers)
@@ -151,7 +156,7 @@ class BlockState:
         for track in self._tracked.tracks:  # new ones: they were at the call what they were before the step
             if id(track) not in known and (track.item.region in (OUTSIDE, self._block) or isinstance(track.item, PlaceItem)):
                 self._versions.append((track, track.base))
-        if self._is_empty():
+        if self.is_empty():
             return
         given = {id(twin): originals[key] for key, twin in twins.items()}
         given |= {id(copy): given[id(twin)] for copy, twin in self._lent.values() if copy._version == 0}  # not written
@@ -174,14 +179,14 @@ class BlockState:
         return {key_of(item.tensor.untyped_storage()) for item in items if isinstance(item, TensorItem)}
 
     def _now(self) -> Pairs:
-        if self._is_empty():
+        if self.is_empty():
             return ()
         versions = [self._now_of(track, last) for track, last in self._versions if isinstance(track.item, PlaceItem)]
         places = [pair for version in versions for pair in version]
         return _once((*places, *self._carried_now()))
 
     def _carried_now(self) -> Pairs:
-        if not self._carriers or self._is_empty():
+        if not self._carriers or self.is_empty():
             return tuple((container, Contents()) for container in self._carriers)
         below = containers([container.owner for container in self._carriers], given=True)
         return tuple((container, container.read()) for container in below)

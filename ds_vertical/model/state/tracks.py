@@ -167,6 +167,11 @@ class TrackedState:
                 track.own[micro_batch] = base if seed is None else seeded_states(seed)[index]
         return track
 
+    @property
+    def follows_state(self) -> bool:
+        """Whether any state is known to change, or is searched."""
+        return self.learns or bool(self.tracks)
+
     def learn(self, regions: Iterable[int] | None) -> list[Track]:
         """In a step that learns: find what has changed in these regions (None: all) and has no track. Returns the new
         tracks."""
