@@ -7,6 +7,12 @@ gradients that they give wait until the backward reaches the tensor's own segmen
 then. The gradients of a tensor are added one by one in the order in which stock's whole graph adds them, which gives the same
 bits.
 
+[Note: edges in a row] An edge into an earlier segment may lead to another such edge, or to a parameter that the running segment
+uses as well (an early tensor in all glue, and residuals around the blocks). Autograd then stops at neither: it takes the
+gradient at the first one, and runs on to the second one. So a hook on the first one's node lets nothing through. What lies
+between the two runs with undefined gradients, which autograd's own nodes pass on without computing; nodes written in Python
+get zeros. It keeps its memory for its own segment.
+
 [Note: segments of several calls] Where a micro-batch calls the model several times, each call has segments of its own: its
 prefix, its glue, and a suffix that goes on to the next call. In the backward the suffixes of all calls come first, the last one
 first, and then each layer in all calls. So a call must not depend on what an earlier call has given: that one's suffix would
@@ -29,7 +35,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -38,6 +44,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from ds_vertical.errors import LayerError
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.state.containers import is_internal
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 _Key = tuple[Node, int]
 Taken = tuple[torch.Tensor, Callable[[torch.Tensor], None]]  # a gradient, and the function that puts it back
@@ -156,12 +165,9 @@ class Segments:
                 if not earlier:
                     _run_to_leaves(roots)
                 elif _nested(list(earlier), leaves):
-                    # autograd cannot stop at an edge and reach another one, or a parameter that an earlier segment uses too,
-                    # past it: run through to the leaves at once, and keep the graph for what still waits there. The same
-                    # gradients, added in another order than stock's.
-                    _refuse_hooks_behind(list(earlier))
                     self._through()
-                    _run_to_leaves(roots, retain_graph=True)
+                    with _nothing_behind(earlier):
+                        self._run_in_part(roots, list(earlier), leaves, past_edges=True)
                 else:
                     self._run_in_part(roots, list(earlier), leaves)
         except RuntimeError as error:
@@ -217,16 +223,19 @@ class Segments:
                     stack.append((following, owner))
         return earlier, list(leaves)
 
-    def _run_in_part(self, roots: Sequence[_Waiting], earlier: Sequence[_Key], leaves: Sequence[Node]) -> None:
+    def _run_in_part(
+        self, roots: Sequence[_Waiting], earlier: Sequence[_Key], leaves: Sequence[Node], past_edges: bool = False
+    ) -> None:
         # What waits at an earlier edge starts the sum there: [Note: segments], one by one.
         seeds = [self._waiting.pop(key) for key in earlier if key in self._waiting]
         edges = [GradientEdge(*key) for key in earlier]
-        with _stopping_at(earlier):
+        with _stopping_at([*earlier, *_behind(earlier)] if past_edges and _hooked else earlier):
             grads = torch.autograd.grad(
                 [each.edge for each in (*roots, *seeds)],
                 [*edges, *(GradientEdge(leaf, 0) for leaf in leaves)],
                 [each.grad for each in (*roots, *seeds)],
                 allow_unused=True,
+                retain_graph=past_edges,  # nodes behind the edges run once more, in their own segment
             )
         for edge, grad in zip(edges, grads[: len(edges)], strict=True):
             if grad is not None:
@@ -267,9 +276,9 @@ def _is_leaf(node: Node) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
-def _run_to_leaves(roots: Sequence[_Waiting], retain_graph: bool = False) -> None:
+def _run_to_leaves(roots: Sequence[_Waiting]) -> None:
     if roots:
-        torch.autograd.backward([root.edge for root in roots], [root.grad for root in roots], retain_graph=retain_graph)
+        torch.autograd.backward([root.edge for root in roots], [root.grad for root in roots])
 
 
 def _nested(edges: Sequence[_Key], leaves: Sequence[Node]) -> bool:
@@ -383,28 +392,40 @@ def _place_of(node: Node, output_nr: int) -> _Place:
     return node._sequence_nr(), output_nr  # type: ignore[attr-defined]
 
 
-def _refuse_hooks_behind(edges: Sequence[_Key]) -> None:
-    """Raise LayerError where code has put a hook on one of the edges, or on a tensor that leads to one."""
-    seen, stack = set(edges) if _hooked else set[_Key](), list(edges) if _hooked else []
+def _behind(edges: Iterable[_Key]) -> list[_Key]:
+    """The outputs of nodes that the edges lead to."""
+    found, stack = set[_Key](), list(edges)
     while stack:
-        node, output_nr = stack.pop()
-        if _place_of(node, output_nr) in _hooked:
-            raise LayerError(HOOKED)
-        for following, number in node.next_functions:
-            if following is not None and (following, number) not in seen:
-                seen.add((following, number))
-                stack.append((following, number))
+        for following, output_nr in stack.pop()[0].next_functions:
+            if following is not None and (key := (following, output_nr)) not in found and not _is_leaf(following):
+                found.add(key)
+                stack.append(key)
+    return list(found)
+
+
+def _nothing_behind(edges: Iterable[_Key]) -> Changed:
+    """Within the block the nodes that the edges lead to get no gradient."""
+    handles: list[RemovableHandle] = []
+
+    def put_on() -> None:
+        for node in {node for node, _ in edges if not _is_leaf(node)}:
+            handles.append(node.register_prehook(_undefined))  # type: ignore[arg-type]
+
+    def take_off() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return Changed(take_off, put_on)
+
+
+def _undefined(grads: tuple[torch.Tensor | None, ...]) -> tuple[None, ...]:
+    return (None,) * len(grads)
 
 
 CHAINED = (
     "a call of the model was given what depends, with its gradient, on an earlier call of it for the same micro-batch, or on"
     " code between the two; layer-major order runs both calls backward layer by layer together: detach what is handed on, or"
     " set vertical_schedule.enabled to false"
-)
-HOOKED = (
-    "the model's code puts a hook on a tensor (Tensor.register_hook), and tensors that are made of one another go around"
-    " several layers; their gradients are added in another order than torch's, and the hook would be called for parts of a sum:"
-    " do what the hook does in a torch.autograd.Function with its own backward"
 )
 OWN_BACKWARD = (
     "loss_fn, or the model's forward, has called backward() itself: train_batch runs the backward of the loss that it is given,"

@@ -38,7 +38,7 @@ class Hooked(ToyModel):
 
 
 class MadeOfOneAnother(Hooked):
-    """One early tensor in all glue, and residuals around the blocks: no order of parts is torch's."""
+    """One early tensor in all glue, and residuals around the blocks. Hooks there, and on what leads from one to the other."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         side, hidden = torch.sigmoid(self.side(inputs)), self.embed(inputs)
@@ -46,6 +46,7 @@ class MadeOfOneAnother(Hooked):
         early.register_hook(self.hook)
         for gain, block in zip(self.gains, self.blocks, strict=True):
             hidden = hidden + torch.tanh(block(hidden * gain, side)) + 0.1 * early
+            hidden.register_hook(self.hook)
         return self.head(hidden).square().mean()
 
 
@@ -105,30 +106,75 @@ def test_what_a_hook_makes_of_a_parameters_gradient_is_torchs_but_for_rounding(a
             assert torch.allclose(own[name], grad, rtol=1e-5, atol=1e-8), name
 
 
+def unchanged(grad: torch.Tensor) -> None:
+    """Gradients of tensors made of one another have torch's bits, with hooks or without."""
+
+
+@pytest.mark.parametrize("kind", [Hooked, MadeOfOneAnother])
 @pytest.mark.parametrize("order", ["vertical", "horizontal"])
-@pytest.mark.parametrize("hook", [doubled, clipped])
-def test_what_a_hook_makes_of_a_gradient_is_torchs(hook: Hook, order: str) -> None:
+@pytest.mark.parametrize("hook", [doubled, clipped, unchanged])
+def test_what_a_hook_makes_of_a_gradient_is_torchs(hook: Hook, order: str, kind: type[Any]) -> None:
     """A hook that is called for parts of a sum doubles some of them twice, and clips what is small."""
-    (losses, plain), (own_losses, own) = (train(Hooked, hook, order, vertical) for vertical in (False, True))
+    (losses, plain), (own_losses, own) = (train(kind, hook, order, vertical) for vertical in (False, True))
     assert losses == own_losses
     assert [name for name in plain if not torch.equal(plain[name], own[name])] == []
 
 
-def test_a_hook_is_called_once_with_the_whole_sum() -> None:
+@pytest.mark.parametrize(("kind", "calls"), [(Hooked, 4), (MadeOfOneAnother, 5)])
+def test_a_hook_is_called_once_with_the_whole_sum(kind: type[Any], calls: int) -> None:
     seen: dict[bool, list[float]] = {False: [], True: []}
     for vertical, norms in seen.items():
-        train(Hooked, lambda grad, norms=norms: norms.append(grad.norm().item()), "horizontal", vertical)
-    assert seen[True] == seen[False] and len(seen[True]) == 4 * M
+        train(kind, lambda grad, norms=norms: norms.append(grad.norm().item()), "horizontal", vertical)
+    assert seen[True] == seen[False] and len(seen[True]) == calls * M
 
 
-def test_where_parts_cannot_be_added_in_torchs_order_a_hook_is_refused_by_name() -> None:
-    with pytest.raises(LayerError, match=r"puts a hook on a tensor \(Tensor.register_hook\).*torch.autograd.Function"):
-        train(MadeOfOneAnother, clipped, "vertical", True)
+class Counted(torch.autograd.Function):
+    """An identity that is told of each gradient it gets."""
+
+    heard: list[float]
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        Counted.heard.append(grad.norm().item())
+        return grad
+
+
+class WithPythonBetween(Hooked):
+    """A backward of the user's own stands between an early tensor and one made of it, and both are in all glue."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        side, early = torch.sigmoid(self.side(inputs)), self.embed(inputs)
+        made = torch.tanh(Counted.apply(early))
+        hidden = early
+        for gain, block in zip(self.gains, self.blocks, strict=True):
+            hidden = block(hidden * gain, side) * made + 0.1 * early
+        return self.head(hidden).square().mean()
+
+
+def test_a_backward_in_python_between_tensors_of_all_glue_gets_the_whole_sum_once() -> None:
+    """And zeros while gradients stop ahead of it."""
+    heard: list[list[float]] = []
+    found = []
+    for vertical in (False, True):
+        Counted.heard = []
+        found.append(train(WithPythonBetween, doubled, "vertical", vertical))
+        heard.append(sorted(norm for norm in Counted.heard if norm))
+    (losses, plain), (own_losses, own) = found
+    assert losses == own_losses and heard[0] == heard[1] and len(heard[0]) == M
+    assert [name for name in plain if not torch.equal(plain[name], own[name])] == []
 
 
 def test_hooks_that_are_put_on_outside_a_pass_are_torchs_own() -> None:
     register = torch.Tensor.register_hook
     train(Hooked, doubled, "vertical", True)
+
+    def fails(grad: torch.Tensor) -> None:
+        raise LayerError("no")
+
     with pytest.raises(LayerError):
-        train(MadeOfOneAnother, doubled, "vertical", True)
+        train(MadeOfOneAnother, fails, "vertical", True)
     assert torch.Tensor.register_hook is register

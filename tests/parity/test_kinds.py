@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("rembert", "modernbert", "big_bird", "ibert", "esm", "mobilebert"),
     ),
     "encoder-decoder": ("pegasus", "mbart", "m2m_100", "blenderbot", "marian", "t5gemma"),
-    "vision": ("convnext", "hiera", "vit", "swin", "deit", "dinov2", "segformer", "poolformer"),
+    "vision": ("convnext", "hiera", "vit", "swin", "deit", "dinov2", "segformer", "poolformer", "conditional_detr"),
     "audio": ("whisper", "moonshine", "canary", "cohere_asr", "qwen2_audio", "voxtral", "wav2vec2-bert"),
     "vision-language": (
         *("paligemma", "llava", "siglip", "git", "aya_vision", "ovis2", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "llama4"),
