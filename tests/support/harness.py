@@ -11,6 +11,7 @@ import copy
 import functools
 import gc
 import hashlib
+import itertools
 import os
 import shutil
 import tempfile
@@ -210,16 +211,7 @@ def run_arm(
     return run
 
 
-MOST_GARBAGE = 512 << 20
-_collected = {"at": 0}  # bytes of this process once the last collection had ended
-
-
-def collect_garbage() -> None:
-    """Once this process has grown by MOST_GARBAGE: with transformers loaded a collection takes half a second."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    if int(Path("/proc/self/statm").read_text().split()[1]) * page > _collected["at"] + MOST_GARBAGE:
-        gc.collect()
-        _collected["at"] = int(Path("/proc/self/statm").read_text().split()[1]) * page
+_disposed = itertools.count(1)
 
 
 def dispose(engine: Any) -> None:
@@ -241,7 +233,8 @@ def dispose(engine: Any) -> None:
     parameter_offload.FWD_MODULE_STACK.clear()
     partition_parameters.top_level_context = None
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
-    collect_garbage()
+    if next(_disposed) % 10 == 0:  # with transformers loaded a collection takes half a second
+        gc.collect()
 
 
 def run_both(config: dict[str, Any], build: Callable[[], nn.Module], batches: Batches, **options: Any) -> tuple[Run, Run]:
