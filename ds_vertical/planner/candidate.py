@@ -94,9 +94,9 @@ class Choice:
         return {**vars(self), "placement": self.placement.named(), "kept": kept, "levels": levels}
 
 
-def uncollected(function: Callable[_Given, _Found]) -> Callable[_Given, _Found]:
-    """Let no garbage be collected meanwhile. What a plan makes is in no cycle. The collector would look at all objects of the
-    process again and again, which are many once torch is imported."""
+def without_garbage_collection(function: Callable[_Given, _Found]) -> Callable[_Given, _Found]:
+    """Run `function` with Python's garbage collector off, which would look at all objects of the process again and again. Once
+    torch is imported these are many. Garbage that is in a cycle stays until the collector is on again."""
 
     @wraps(function)
     def called(*args: _Given.args, **kwargs: _Given.kwargs) -> _Found:
@@ -176,7 +176,7 @@ class Candidate:
         size = max(memory_budget.PART_ELEMENTS, max(elements) // self.shape.num_shards // _PIECES)
         return replace(self.shape, layer_elements=elements, part_elements=size)
 
-    @uncollected
+    @without_garbage_collection
     def simulated(self, num_layers: int) -> SimulatedRun:
         """Steps of the model's first layers."""
         shape, (schedule, needs) = self.coarse(num_layers), training_with_needs(self._training(num_layers))
@@ -203,7 +203,7 @@ class Candidate:
         return few + (more - few) * (count - _RANKED_LAYERS) / _RANKED_LAYERS
 
     @cached_property
-    @uncollected
+    @without_garbage_collection
     def bound(self) -> Bound:
         """The least time of a step, as `step_bound` has it."""
         count = self.shape.num_layers
@@ -211,7 +211,7 @@ class Candidate:
         return step_bound(schedule, self.machine, shape, parts=self.parts(shape), needs=needs)
 
     @cached_property
-    @uncollected
+    @without_garbage_collection
     def traffic(self) -> Traffic:
         """Bytes of one step to and from this rank's SSD."""
         shape = self.coarse(self.shape.num_layers)

@@ -24,7 +24,7 @@ from ds_vertical.io.atomic_file import check_out, write_out
 from ds_vertical.model.hf import named_shape, read_fields, shape_names
 from ds_vertical.planner import machine as profile
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.candidate import Candidate, into_node_bytes, most_micro_batches, uncollected
+from ds_vertical.planner.candidate import Candidate, into_node_bytes, most_micro_batches, without_garbage_collection
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
 from ds_vertical.planner.machine import Profile, read_links
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of, without_frozen
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 def plan(options: argparse.Namespace) -> JsonObject:
     """The plan as JSON fields. Raises ConfigError, CostsError, PlanError."""
     times_pieces = options.machine is None  # whose memory is to go back
-    return _planned(options) if times_pieces else uncollected(_planned)(options)
+    return _planned(options) if times_pieces else without_garbage_collection(_planned)(options)
 
 
 def _planned(options: argparse.Namespace) -> JsonObject:
