@@ -8,11 +8,12 @@
 All arms of a row are processes of this very checkout, whose JSONs differ in `activations` alone. They take a step in turn, one
 at a time, all others stopped. Who is first changes from turn to turn, each round starts new processes, and a ratio is the
 median of those within the turns. The arm "plan" has what the planner chooses for the row, from the machine as it is measured at
-the start and under the row's disk limit; each arm's predicted step is the simulator's at the same rates. The arm "null" has the
-JSON's default: its process chooses behind its first step, from the same measurement and from what that step took. The record
-has what it has chosen, and its predicted step is that of the choice. Losses of all arms must be equal in every bit. Writes
-benchmarks/kept/ROW_DATE.json with every turn, and the table in benchmarks/README.md. A row whose JSON this build does not take
-yet is refused by name. Nothing else may run on the machine.
+the start and under the row's disk limit. The arm "null" has the JSON's default: its process chooses behind its first step, from
+the same measurement and from what that step took. The record has what it has chosen, and its predicted step is that of the
+choice. The machine is measured again behind the steps: an arm's predicted step is the mean of the simulator's at the rates of
+before and after, and the record has both. Losses of all arms must be equal in every bit. Writes benchmarks/kept/ROW_DATE.json
+with every turn, and the table in benchmarks/README.md. A row whose JSON this build does not take yet is refused by name.
+Nothing else may run on the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, Final
 
 import commits
@@ -55,7 +56,7 @@ NOTHING: Final = {"keep": "none"}
 OPEN: Final = {NULL: {"keep": None}}  # chosen by the run itself
 WITHIN: Final = 0.03  # of the best share's step, and of the step without keeping in the control row
 PREDICTED_WITHIN: Final = 0.15  # of the measured step
-PLAN_S: Final = 45.0  # measuring the machine and a block, once per disk and length
+PLAN_S: Final = 45.0  # measuring the machine and a block, before the steps and after them
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Row:
     def seconds(self, rounds: int, turns: int, warm_up: int, rest_s: float) -> float:
         """An estimate of the whole row."""
         num_arms = 2 + len(self.others) + sum(share > 0 for share in self.shares)
-        return PLAN_S + rounds * num_arms * (run.SETUP_S + (warm_up + turns) * self.step_s + turns * rest_s)
+        return 2 * PLAN_S + rounds * num_arms * (run.SETUP_S + (warm_up + turns) * self.step_s + turns * rest_s)
 
 
 ROWS: Final = (
@@ -304,7 +305,8 @@ def _required(row: Row, found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield _judged(f"{PLAN} over {BASE}", ratios[PLAN], 1 - WITHIN, 1 + WITHIN)
         yield _judged("the plan keeps nothing", float(found["plan_keeps_nothing"]), 1.0, 1.0)
     if row.shares:
-        best = min(ratio for arm, ratio in ratios.items() if arm != NULL)  # which keeps in other tiers, too
+        others = (BASE, *(arm for arm in ratios if arm.startswith("share ")))
+        best = min(ratios[arm] for arm in others)
         yield _judged(f"{PLAN} over the best share", ratios[PLAN] / best, 0.0, 1 + WITHIN)
     for arm, value in found["predicted_over_measured"].items():
         yield _judged(f"predicted over measured, {arm}", value, 1 - PREDICTED_WITHIN, 1 + PREDICTED_WITHIN)
@@ -336,6 +338,7 @@ def measure(row: Row, options: argparse.Namespace, plans: Plans) -> dict[str, An
         words = _words(row, options, folder)
         stack.enter_context(limits_for_runs(plans.limits(row)))
         rounds = [run_round(number, options, configs, words, folder, group) for number in range(options.rounds)]
+    after = Plans(options).planner(row)
     content = commits.made_of() | {"checkout": commits.describe(run.ROOT), "row": row.name, "model": options.model}
     content |= {"micro_batches": row.micro_batches, "tokens": row.tokens, "clip": 0.0, "host_memory_bytes": row.host_limit}
     content |= {"ssd_limit": None if group is None else group.to_json(), "warm_up": options.warm_up, "rest_s": options.rest}
@@ -343,7 +346,9 @@ def measure(row: Row, options: argparse.Namespace, plans: Plans) -> dict[str, An
     content["configs"] = {arm: inturn.placed(config, inturn.NVME_PATH) for arm, config in configs.items()}
     chosen = {arm: found["activations"] for arm, found in rounds[-1].get("chosen", {}).items()}
     content |= {"chosen": chosen} if chosen else {}
-    predicted_s = {arm: planner.predicted_s(activations) for arm, activations in (arms | chosen).items()}
+    both = {arm: [each.predicted_s(kept) for each in (planner, after)] for arm, kept in (arms | chosen).items()}
+    content["before_and_after_s"] = both
+    predicted_s = {arm: mean(each) for arm, each in both.items()}
     return content | summary(row, rounds, predicted_s, arms[PLAN]) | {"rounds": rounds}
 
 
