@@ -28,7 +28,7 @@ from torch import nn
 
 from ds_vertical.config.section import SECTION, VerticalConfig
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.memory_check import Forecast, machine_room
+from ds_vertical.engine.memory_check import Forecast, machine_room, read_ahead_bytes
 from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.model.compiled_blocks import any_compiled
 from ds_vertical.offload.speculation import StepTiming
@@ -192,6 +192,17 @@ def choose_all(
     resolved = choose_gradient_tier(section, choose_copy_share(resolved, forecast_of, room), forecast_of, room)
     resolved = choose_timing(section, resolved, forecast_of(resolved).paired(room), model, report, room)
     return choose_state_share(section, resolved, forecast_of, room)
+
+
+def settle_read_ahead(section: VerticalConfig, resolved: RunSettings, forecast: Forecast) -> RunSettings:
+    """`resolved` with the bytes of host memory for state that is read before the norm, as the memory check has found them."""
+    found, asked = read_ahead_bytes(forecast), section.optimizer_read_ahead_bytes
+    reason = "null: " if asked is None else "as written" if found == asked else f"{asked} as written: "
+    if found != asked:
+        waits = forecast.state_in_files and resolved.overlap and not forecast.timing.final
+        reason += "in whole pieces of state, as far as the budget has room" if waits else "0, no state is read before the norm"
+    reasons = MappingProxyType({**resolved.reasons, "optimizer_read_ahead_bytes": reason})
+    return replace(resolved, optimizer_read_ahead_bytes=found, reasons=reasons)
 
 
 def refuse_fetched_compiled(resolved: RunSettings, model: nn.Module) -> None:
