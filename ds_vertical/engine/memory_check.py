@@ -385,14 +385,25 @@ def read_ahead_bytes(forecast: Forecast) -> int:
     return forecast.ahead * max(forecast._piece_bytes, default=0)
 
 
+def why_nothing_ahead(forecast: Forecast) -> str | None:
+    """Why no state is read before the norm whatever memory there is; None where it may be."""
+    resolved = forecast._resolved
+    if not forecast._piece_bytes or not forecast.state_in_files:
+        return "0, no state is on SSD"
+    if not resolved.overlap:
+        return "0, without overlap nothing is read ahead"
+    if forecast.timing.final:
+        return "0, early steps do not wait for the norm"
+    if resolved.optimizer_read_ahead_bytes is None and resolved.elastic is not None:
+        return "0, since elastic may give a rank more micro-batches, which bring their activations"
+    return None
+
+
 def _slots_ahead(forecast: Forecast, left: int) -> int:
-    """Slots for state that is read before the norm, where steps wait for it, in what the budget leaves. A rank to which
-    `elastic` may give more micro-batches takes none unasked: those bring their activations."""
-    resolved, pieces = forecast._resolved, forecast._piece_bytes
-    asked = resolved.optimizer_read_ahead_bytes
-    waits = forecast.state_in_files and resolved.overlap and not forecast.timing.final
-    if not (waits and pieces) or (asked is None and resolved.elastic is not None):
+    """Slots for state that is read before the norm, in what the budget leaves."""
+    if why_nothing_ahead(forecast) is not None:
         return 0
+    pieces, asked = forecast._piece_bytes, forecast._resolved.optimizer_read_ahead_bytes
     return memory_budget.slots_ahead(len(pieces), forecast.terms.slots, max(pieces), left, asked)
 
 

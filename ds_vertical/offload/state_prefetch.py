@@ -85,10 +85,12 @@ class FreeSlots:
         """Whether one of the first `most` slots is free."""
         return any(number < most for number in self._complete[:1]) or any(slot.number < most for slot in self._written)
 
-    def wait_for_one(self) -> None:
-        """Complete the writes of the slot that has been free longest, where those of no slot are complete. Raises DiskError."""
-        if not self._complete and self._written:
+    def wait_for_one(self, most: int) -> None:
+        """Complete writes, those of the slot that has been free longest first, until those of one of the first `most` are. Raises
+        DiskError."""
+        while self._written and not any(number < most for number in self._complete[:1]):
             self._written[0].wait_writes()
+            self._note_written()
 
     def take(self, most: int) -> Slot | None:
         """The first of the free slots whose writes are complete, if it is one of the first `most`."""

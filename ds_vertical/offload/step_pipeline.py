@@ -257,9 +257,9 @@ class ReadStage:
         """The first slot that is free; with `patient` wait for writes, or take one from what is expected."""
         if patient:
             with self._lock:
-                if not self.free:
+                if not self.free.has_below(self.most):
                     self.expected.give_back_last()
-            self.free.wait_for_one()
+            self.free.wait_for_one(self.most)
         with self._lock:
             return self.free.take(len(self.slots) if patient else self.most)
 

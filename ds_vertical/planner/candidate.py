@@ -182,7 +182,8 @@ class Candidate:
     def simulated(self, num_layers: int) -> SimulatedRun:
         """Steps of the model's first layers."""
         shape, (schedule, needs) = self.coarse(num_layers), training_with_needs(self._training(num_layers))
-        ahead = self.case.terms.ahead * memory_budget.PART_ELEMENTS // (shape.part_elements or 1)
+        ahead = self.case.terms.ahead * memory_budget.PART_ELEMENTS / (shape.part_elements or 1)
+        ahead = round(ahead * num_layers / self.shape.num_layers)  # of fewer layers as large a part
         settings = SimulationSettings(_STEADY_STEPS, memory_budget.SLOTS, ahead=ahead)
         return simulate(schedule, self.machine, shape, settings, parts=self.parts(shape), needs=needs)
 

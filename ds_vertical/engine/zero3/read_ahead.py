@@ -36,7 +36,7 @@ class ReadAheadRoom:
         self._most_held = 0
 
     def open(self, held: int) -> bool:
-        """A step is at its turn, and has `held` bytes of that memory. Returns whether any is left, or was used before. The
+        """A step is at its turn, and has `held` bytes of that memory. Returns whether any is left. The
         pipeline's thread is not started for it: the first step does that, behind its norm."""
         self._most_held = max(self._most_held, held)
         if self._pipeline.thread is None:
