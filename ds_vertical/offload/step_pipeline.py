@@ -452,9 +452,9 @@ class StepPipeline:
                 complete(transfer)
             raise
         finally:
-            if slot is not None:
-                self.reads.free.append(slot)
             with self._lock:
+                if slot is not None:
+                    self.reads.free.append(slot)
                 batch.left -= 1
                 self.changes.tell()
 

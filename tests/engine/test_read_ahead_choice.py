@@ -21,7 +21,7 @@ from ds_vertical.model.layers import map_layers
 from ds_vertical.types import RunSettings
 
 MIB = 1 << 20
-WIDTH, NUM_LAYERS = 512, 6
+WIDTH, NUM_LAYERS = 512, 8
 ENOUGH = 8 << 30
 
 
