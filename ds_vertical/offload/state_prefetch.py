@@ -173,7 +173,9 @@ class PrefetchQueue:
 
     def forget(self, targets: Sequence[Extent]) -> None:
         """Bytes are about to be written: forget all if any of them was read."""
-        if any(extent.overlaps(target) for entry in self.begun() for extent in entry.extents for target in targets):
+        paths = {target.path for target in targets}
+        near = (extent for entry in self.begun() for extent in entry.extents if extent.path in paths)
+        if any(extent.overlaps(target) for extent in near for target in targets):
             self.clear()
 
     def give_back_last(self) -> bool:
