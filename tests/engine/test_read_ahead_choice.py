@@ -83,8 +83,9 @@ def test_a_number_is_the_most_bytes_of_it(tmp_path: Path) -> None:
         found = choice.settled()
         assert choice.forecast.ahead == slots and found.optimizer_read_ahead_bytes == slots * each
         reason = found.reasons["optimizer_read_ahead_bytes"]
-        assert reason == ("as written" if not asked else f"{asked} as written: whole pieces of state in 80% of what the memory"
-                          " budget leaves")
+        assert reason == (
+            "as written" if not asked else f"{asked} as written: whole pieces of state in 80% of what the memory budget leaves"
+        )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,9 @@ def test_the_memory_is_what_the_table_says_and_is_taken_from_the_second_step_on(
     config = small_buffers(base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=0.05), 1_100_000)
     with running(config, partial(MixerModel, NUM_LAYERS, WIDTH), vertical=True) as (engine, _):
         slots = engine.optimizer.further_slots
-        told = re.findall(r"host +state read ahead +([0-9.]+)  vertical_schedule.optimizer_read_ahead_bytes", capfd.readouterr().out)
+        told = re.findall(
+            r"host +state read ahead +([0-9.]+)  vertical_schedule.optimizer_read_ahead_bytes", capfd.readouterr().out
+        )
         assert [round(float(each), 1) for each in told] == [round(sum(slot.numel() for slot in slots) / MIB, 1)] and slots
         assert engine.vertical.optimizer_read_ahead_bytes == sum(slot.numel() for slot in slots)
         pages = []

@@ -1,5 +1,4 @@
-"""State that is read before the norm: the bits are stock's with all of it, a part and none, and as much is read as there is room
-for."""
+"""State that is read before the norm: the bits are stock's with all of it, a part and none; as much is read as has room."""
 
 from __future__ import annotations
 

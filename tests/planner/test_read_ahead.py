@@ -100,6 +100,7 @@ def test_pieces_are_those_whose_state_is_in_files() -> None:
 
 # ---- plans
 
+
 @cache
 def plan(host_bytes: float, **changes: Any) -> Candidate:
     given = {"clip": 1.0, "micro_batch_size": 1} | changes

@@ -49,9 +49,7 @@ class StepHints:
     """Tells the optimizer which steps come, as the events of one schedule are issued. `room`: None where no state is read before
     the norm; `held`: bytes of host memory that passing and kept activations have."""
 
-    def __init__(
-        self, schedule: Schedule, optimizer: Optimizer, room: ReadAheadRoom | None, held: Callable[[], int]
-    ) -> None:
+    def __init__(self, schedule: Schedule, optimizer: Optimizer, room: ReadAheadRoom | None, held: Callable[[], int]) -> None:
         self._coming = schedule.coming
         self._teller = schedule.teller_of_rest
         self._units = schedule.outside.around(range(schedule.num_layers))
