@@ -356,6 +356,7 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     """
     ranks_here = distributed_ranks.ranks_on_this_host()
     allowed, baseline = host_room(params, limit)
+    forecast.ahead = 0
     shape, terms, further = forecast.shape, forecast.terms, forecast.further(baseline)
     items = memory_budget.budget(shape, terms, further)
     setup = baseline + forecast.setup_bytes - memory_budget.total_bytes(items, Tier.HOST)

@@ -86,8 +86,8 @@ class FreeSlots:
         return any(number < most for number in self._complete[:1]) or any(slot.number < most for slot in self._written)
 
     def wait_for_one(self, most: int) -> None:
-        """Complete writes, those of the slot that has been free longest first, until those of one of the first `most` are. Raises
-        DiskError."""
+        """Complete writes, those of the slot that has been free longest first, until one of the first `most` has none
+        left. Raises DiskError."""
         while self._written and not any(number < most for number in self._complete[:1]):
             self._written[0].wait_writes()
             self._note_written()

@@ -697,11 +697,11 @@ def test_max_in_cpu_warns_with_its_default_and_as_written() -> None:
 
 
 def test_reading_ahead_of_the_norm_without_overlap_warns() -> None:
-    for given, num_warnings in ((10**9, 1), (0, 0), (None, 0)):
-        section = VerticalConfig(overlap=False, optimizer_read_ahead_bytes=given)
+    for written, num_warnings in ((10**9, 1), (0, 0), (None, 0)):
+        section = VerticalConfig(overlap=False, optimizer_read_ahead_bytes=written)
         warnings = [each for each in check(BASE, section) if "optimizer_read_ahead_bytes" in each]
         assert len(warnings) == num_warnings
-        assert all(each.startswith(f"vertical_schedule.optimizer_read_ahead_bytes: got {given} with") for each in warnings)
+        assert all(each.startswith(f"vertical_schedule.optimizer_read_ahead_bytes: got {written} with") for each in warnings)
 
 
 def test_prefetch_without_overlap_warns() -> None:

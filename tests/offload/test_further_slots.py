@@ -1,4 +1,4 @@
-"""Slots besides those that the pipeline needs: used for what is expected as far as there is room, and their memory given back."""
+"""Slots besides those that the pipeline needs: used for what is expected as far as there is room; their memory goes back."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ class ReadAheadRoom:
 
 
 class StepHints:
-    """Tells the optimizer which steps come, as the events of one schedule are issued. `room`: None where no state is read before
-    the norm; `held`: bytes of host memory that passing and kept activations have."""
+    """Tells the optimizer which steps come, as the events of one schedule are issued. `room`: None where no state is read
+    before the norm; `held`: bytes of host memory that passing and kept activations have."""
 
     def __init__(self, schedule: Schedule, optimizer: Optimizer, room: ReadAheadRoom | None, held: Callable[[], int]) -> None:
         self._coming = schedule.coming
