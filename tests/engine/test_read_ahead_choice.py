@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from harness import base_config, running, small_buffers, start_process_group
 from models import MixerModel, token_batches
-from test_budget import resident_pages
+from pages import resident_pages
 
 from ds_vertical.config.resolve import resolve
 from ds_vertical.config.section import load_section

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import pipeline_rig
 import pytest
 import torch
+from pages import resident_pages
 from pipeline_rig import BLOCK, Rig, blocks, values, within_limit, zeros
 
 from ds_vertical.compat import pinned_memory
@@ -58,11 +58,7 @@ class FurtherRig(Rig):
     @property
     def pages(self) -> int:
         """Of the further slots, those that hold memory."""
-        present = (ctypes.c_ubyte * (FURTHER * SLOT // mmap.PAGESIZE))()
-        libc = ctypes.CDLL(None, use_errno=True)
-        address, size = ctypes.c_void_p(self.further.data_ptr()), ctypes.c_size_t(self.further.numel())
-        assert libc.mincore(address, size, present) == 0
-        return sum(page & 1 for page in present)
+        return resident_pages(self.further)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from test_shared_state import MODEL, SLOW_SSD
 
 from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
 from ds_vertical.config.cross_check import check
@@ -18,13 +17,17 @@ from ds_vertical.planner.candidate import Candidate, Choice, reading_ahead
 from ds_vertical.planner.linear_program import tier_bytes
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.memory_budget import USED_BY_READING, num_pieces, slot_bytes, slots_ahead
-from ds_vertical.planner.model_shape import ModelShape, estimated
+from ds_vertical.planner.model_shape import ModelShape, ModelSpec, estimated
 from ds_vertical.planner.search import Task, choose
 from ds_vertical.planner.simulate import SimulationSettings, simulate
 from ds_vertical.schedule.events import Op, parse_events, teller_of_rest
 from ds_vertical.schedule.passes import TrainingStep, build_training
 from ds_vertical.types import Placement, Tier
 
+MODEL = ModelSpec(
+    "eight", 512, "bf16", 20_000_000, (50_000_000,) * 8, 10_000_000, 5.2e10, 0.0, 1e10, 4_194_304, 90_000_000, 60_000_000
+)
+SLOW_SSD = Machine(5e8, 3e8, 1e9, 16, False, 2e10, 2e10, 4e8, 2.4e8, ssd_latency_s=1e-4, copy_latency_s=1e-5)
 SHAPE = ModelShape(1_000_000, (10_000_000,) * 6, 0.05, 0.1, 1000, part_elements=1_000_000)
 MACHINE = Machine(1e8, 1e9, 1e9, 8, True, ssd_latency_s=1e-4)
 WAITING = TrainingStep(6, 4, delayed=True, due=frozenset(("pre", *range(6))) - {"pre", 0, 1}, ahead=True)
