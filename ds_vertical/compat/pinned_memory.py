@@ -97,6 +97,12 @@ def lock_host_bytes(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(region, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
+def map_host_bytes(num_bytes: int) -> torch.Tensor:
+    """`num_bytes` (not 0) of host memory that is not locked, page-aligned, as a 1-d uint8 tensor. It is taken page by page as
+    it is written to; `host.rest_pages` gives it back. Forks do not have it. Raises OSError."""
+    return _Registered(num_bytes).tensor(num_bytes)
+
+
 def _register(num_bytes: int) -> torch.Tensor | None:
     """Memory of our own that the device's driver has locked; None where it does not do that."""
     pages = _Registered(num_bytes)

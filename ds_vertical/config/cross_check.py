@@ -158,14 +158,20 @@ def check(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
 
 
 def _state_faults(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
-    """A share of the state has a meaning where the rest is on SSD."""
+    """A share of the state, and memory to read it into, have a meaning where the rest is on SSD."""
     share, path = section.optimizer_host_share, f"{_ZERO}.offload_optimizer.device"
     device = value_at(config, path)
-    if share is None or share == 1 or device == OFFLOAD_DEVICES[Tier.SSD]:
+    if device == OFFLOAD_DEVICES[Tier.SSD]:
         return []
+    found = (
+        ("optimizer_host_share", share, share not in (None, 1), "1 or null"),
+        ("optimizer_read_ahead_bytes", section.optimizer_read_ahead_bytes, section.optimizer_read_ahead_bytes, "0 or null"),
+    )
     return [
-        f"{SECTION}.optimizer_host_share: got {show(share)} with {path} {_got(device)}, with which all optimizer state is in"
-        f' host memory; write 1 or null, or {path} "nvme"'
+        f"{SECTION}.{key}: got {show(value)} with {path} {_got(device)}, with which all optimizer state is in"
+        f' host memory; write {instead}, or {path} "nvme"'
+        for key, value, is_wrong, instead in found
+        if is_wrong
     ]
 
 
@@ -350,6 +356,11 @@ def _warnings(config: Mapping[str, object], section: VerticalConfig) -> list[str
         warnings.append(
             f"{SECTION}.prefetch_layers: got {section.prefetch_layers} with {SECTION}.overlap false, where every fetch "
             'is waited for at once; prefetching only costs memory: write 0 or null, or "overlap": true'
+        )
+    if not section.overlap and section.optimizer_read_ahead_bytes:
+        warnings.append(
+            f"{SECTION}.optimizer_read_ahead_bytes: got {section.optimizer_read_ahead_bytes} with {SECTION}.overlap false,"
+            ' where no state is read ahead: write 0 or null, or "overlap": true'
         )
     ignored = {
         "activation_checkpointing": "ignored: the schedule recomputes every layer itself",

@@ -30,13 +30,13 @@ from ds_vertical.distributed.unit_levels import refuse_levels
 from ds_vertical.engine import disk_check, machine_cache
 from ds_vertical.engine.acco.refusals import refuse_acco
 from ds_vertical.engine.assembly import HostBudget
-from ds_vertical.engine.autotune import choose_all, late_copies, refuse_fetched_compiled
+from ds_vertical.engine.autotune import choose_all, late_copies, refuse_fetched_compiled, settle_read_ahead
 from ds_vertical.engine.engine import VerticalEngine
 from ds_vertical.engine.integrations.pretrained import write_full_weights
 from ds_vertical.engine.integrations.stock_calls import StockCalls
 from ds_vertical.engine.keeping.keeping import check_room
 from ds_vertical.engine.keeping.planner import KeepPlanner, open_choice
-from ds_vertical.engine.memory_check import Forecast, check_memory, groups_of, host_room
+from ds_vertical.engine.memory_check import Forecast, check_memory, groups_of, host_room, read_ahead_bytes
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.signals import leave_on_sigterm
 from ds_vertical.engine.train_loop import TrainLoop
@@ -295,12 +295,13 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     resolved, planner = open_choice(KeepPlanner(forecast := forecast_of(resolved).paired(room), resolved, report, *room))
     needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     check_room(resolved.activations, host_bytes, left)
+    resolved = settle_read_ahead(section, resolved, forecast)
     needs += [*disk_check.check_disk(forecast, config, resolved), *late_copies(section, resolved, forecast.timing)]
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         accelerator.log(f"ds_vertical: {line}")
     kept_bytes = backward_bytes(forecast.shape, forecast.terms) if accelerator.is_one_memory() else 0
-    budget = HostBudget(host_bytes, kept_bytes, left, planner, forecast.pairs)
+    budget = HostBudget(host_bytes + read_ahead_bytes(forecast), kept_bytes, left, planner, forecast.pairs)
     own = {"vertical": resolved, "layers": layers, "folder": run_folder(prepared), "budget": budget, "elastic": elastic}
     with compat_engine.substituted_engine(partial(VerticalEngine, **own)):
         returned = compat_engine.stock_initialize(config=prepared, **kwargs)

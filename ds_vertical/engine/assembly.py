@@ -24,6 +24,7 @@ from ds_vertical.engine.keeping.keeping import RunKeeping, describe_keeping
 from ds_vertical.engine.keeping.planner import KeepPlanner
 from ds_vertical.engine.signals import Stopping
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
+from ds_vertical.engine.zero3.read_ahead import ReadAheadRoom
 from ds_vertical.errors import ConfigError
 from ds_vertical.io import host
 from ds_vertical.io.aio import DiskQueue
@@ -289,9 +290,10 @@ class Assembly:
         return ForwardState(self.module, self.layers, num_decided, in_turn, snake, agreed)
 
     def new_runner(
-        self, params: ParamStore, activations: ActivationStore | None, stopping: Stopping, state: ForwardState
+        self, params: ParamStore, activations: ActivationStore | None, stopping: Stopping, state: ForwardState, left: int
     ) -> ScheduleRunner:
-        """What runs schedules over the model."""
+        """What runs schedules over the model. `left`: see `HostBudget`."""
+        optimizer = self.optimizer
         return ScheduleRunner(
             self.layers,
             params,
@@ -301,6 +303,7 @@ class Assembly:
             others=OtherRanks(params, self.optimizer, stopping) if ranks.world_size() > 1 else None,
             leave=stopping.vote,
             state=state,
+            room=ReadAheadRoom(optimizer.pipeline, left) if optimizer.further_slots else None,
         )
 
     def describe(self, params: ParamStore) -> str:

@@ -71,7 +71,7 @@ class VerticalEngine(CallableEngine):
             shared_dir.check_at_start(Path(vertical.on_signal.save_dir), self.use_node_local_storage())
         self._stopping = Stopping(vertical.on_signal, self.optimizer.timing)
         self._state = assembly.watch_state()
-        self._runner = assembly.new_runner(self._params, self._activations, self._stopping, self._state)
+        self._runner = assembly.new_runner(self._params, self._activations, self._stopping, self._state, budget.left)
         made = self._params, self._gradients, self._activations, self._keeping, self._state, self._runner
         parts = StepParts(self, vertical, layers, self.optimizer, *made, folder, budget)
         self.self_check = FirstStepCheck(parts)

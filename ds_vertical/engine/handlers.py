@@ -12,6 +12,7 @@ import torch
 
 from ds_vertical.distributed.collective_replay import CollectiveReplay, Others
 from ds_vertical.engine.zero3.interface import GradientNotes, Optimizer, Params
+from ds_vertical.engine.zero3.read_ahead import ReadAheadRoom, StepHints, host_bytes_held
 from ds_vertical.errors import StepLeft
 from ds_vertical.io.host import memory_bytes
 from ds_vertical.io.ticket import Ticket
@@ -63,7 +64,8 @@ class ScheduleRunner:
     `params` may be replaced between two passes. `others`: the ranks of the run, None where there is one. `leave` is asked after
     each layer, ahead of the norm: where it returns True (on all ranks) the pass ends there, in StepLeft. `state`: what the
     modules hold that belongs to one forward; None: nothing is. `kinds`: how block calls of training steps keep what their
-    backward needs; None: nothing is kept. `kept`: where that rests. `probe`: measures what could be kept.
+    backward needs; None: nothing is kept. `kept`: where that rests. `probe`: measures what could be kept. `room`: for state
+    that is read before the norm; None: there is none.
     """
 
     layers: LayerMap
@@ -78,6 +80,7 @@ class ScheduleRunner:
     kinds: KeptKinds | None = None
     kept: KeptStore | None = None
     probe: Probe | None = None
+    room: ReadAheadRoom | None = None
     _live: Sequence[MicroBatch] = field(default=(), init=False)  # of the pass under way, or of one that was cut
 
     def train(
@@ -96,8 +99,9 @@ class ScheduleRunner:
             shared = ForwardPass(self.layers, stubs, True, modules, schedule.calls, self.kinds, self.probe, watch)
             micro_batches = self._micro_batches(bodies, shared, moved=schedule.moved)
             parts = PassParts(schedule, micro_batches, self.params, self.leave, replay, modules, bodies, watch)
-            hints = schedule.coming if self.overlap else {}
-            training = _Training(parts, gradients, scale, optimizer, self._stores, hints)
+            held = partial(host_bytes_held, schedule, micro_batches, self._stores)
+            tell = StepHints(schedule, optimizer, self.room, held).tell if self.overlap else _tell_nothing
+            training = _Training(parts, gradients, scale, optimizer, self._stores, tell)
             self._run(parts, training.handlers(), gradients, optimizer, self.tracer)
         return training.losses
 
@@ -349,10 +353,10 @@ class _Training(_WithBackward):
         scale: LossScale,
         optimizer: Optimizer,
         stores: Stores,
-        hints: Mapping[Event, Event],
+        tell: Callable[[Event], None],
     ) -> None:
         super().__init__(parts, gradients, scale)
-        self.hints, self._crosses, self._leaves = hints, parts.schedule.copied is not None, parts.schedule.delayed
+        self.tell, self._crosses, self._leaves = tell, parts.schedule.copied is not None, parts.schedule.delayed
         self.activations, self.kept = stores
         self.optimizer = optimizer
         self._stepped: dict[Unit, Ticket] = {}  # delayed steps that make what a unit's fetch brings
@@ -407,7 +411,7 @@ class _Training(_WithBackward):
         return None if copies is None or (self._leaves and self.optimizer.is_left(unit)) else copies.renew(unit)
 
     def head(self, event: Event) -> None:
-        self._hint(event)
+        self.tell(event)
         super().head(event)
 
     def backward(self, event: Event) -> None:
@@ -448,12 +452,8 @@ class _Training(_WithBackward):
         ticket = (optimizer.step_early if event.part == EARLY else late)(_unit(event))
         if ticket is not None and event.step_offset < 0:
             self._stepped[_unit(event)] = ticket
-        self._hint(event)
+        self.tell(event)
         return ticket
-
-    def _hint(self, event: Event) -> None:
-        if (coming := self.hints.get(event)) is not None:
-            self.optimizer.expect_step(_unit(coming), early=coming.part == EARLY)
 
 
 class _Checking(_WithBackward):
@@ -487,6 +487,10 @@ class _Checking(_WithBackward):
         for param, total in zip(params, self.gradients.hand_over(unit), strict=True):
             self.notes.note_sum(param, total, self.gradients.rounding(param))
         self.gradients.drop(unit)
+
+
+def _tell_nothing(_: Event) -> None:
+    """Without overlap no state is read ahead."""
 
 
 def _unit(event: Event) -> Unit:

@@ -86,6 +86,7 @@ class Forecast:
         in_files = self._json.state_in_files and (not self.host_share or self._shards.steps_on_ssd)
         self.timing = StepTiming(delay, speculation, self._certain, in_files, resolved.on_nonfinite == "stop")
         self.pairs = resolved.order == "vertical"  # otherwise layers take turns
+        self.ahead = 0  # slots for state that is read before the norm, once all else is known
         self._num_micro_batches = num_micro_batches(config, self._shards.num_shards)
         if resolved.elastic is not None:  # a rank may bring more than the JSON has for each
             self._num_micro_batches = resolved.elastic.most_of(self._num_micro_batches, self._shards.num_shards)
@@ -172,6 +173,7 @@ class Forecast:
             one_memory=self._one_memory,
             pairs=self.pairs,
             shares_state=self.host_share > 0,
+            ahead=self.ahead,
         )
 
     @property
@@ -346,14 +348,15 @@ def machine_room() -> int:
 
 
 def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int | None) -> tuple[list[str], int, int]:
-    """The budget as lines for the log, its bytes of host memory, and those that it leaves for activations. `limit`: bytes of
-    host memory that all ranks of this host may use; None: what it has.
+    """The budget as lines for the log, its bytes of host memory, and those that it leaves for activations, and for state that
+    is read before the norm. `limit`: bytes of host memory that all ranks of this host may use; None: what it has.
 
-    Gives the pages of zero.Init's buffers back first. Raises MemoryBudgetError, on every rank, where one rank's budget does
-    not fit.
+    The forecast knows from then on how much memory there is for that state, which the lines count, and the bytes do not. Gives
+    the pages of zero.Init's buffers back first. Raises MemoryBudgetError, on every rank, where one rank's budget does not fit.
     """
     ranks_here = distributed_ranks.ranks_on_this_host()
     allowed, baseline = host_room(params, limit)
+    forecast.ahead = 0
     shape, terms, further = forecast.shape, forecast.terms, forecast.further(baseline)
     items = memory_budget.budget(shape, terms, further)
     setup = baseline + forecast.setup_bytes - memory_budget.total_bytes(items, Tier.HOST)
@@ -367,15 +370,42 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
         raise MemoryBudgetError(_with_less_state(fault or faults[0], forecast.host_share, shares))
     whose = f"{_LIMIT} over {ranks_here} ranks" if limit is not None else "what the machine has"
     title = f"memory of this rank, activations not counted; host memory allowed: {allowed / 2**20:.0f} MiB ({whose})"
-    items = memory_budget.budget(shape, terms, further)
-    needed = memory_budget.total_bytes(items, Tier.HOST)
+    needed = memory_budget.total_bytes(memory_budget.budget(shape, terms, further), Tier.HOST)
     left = max(0, allowed - needed + max(0, setup))  # the set-up is over by then
-    lines = [title, *memory_budget.budget_lines(items)]
+    forecast.ahead = _slots_ahead(forecast, allowed - needed)
+    lines = [title, *memory_budget.budget_lines(memory_budget.budget(shape, forecast.terms, further))]
     if forecast.waits_for_no_pair:
         lines.append(
             "no room for gradients that wait for the next micro-batch's: each is added to its sum by itself; same values"
         )
     return lines, needed, left
+
+
+def read_ahead_bytes(forecast: Forecast) -> int:
+    """Of host memory, for state that is read before the norm; known behind `check_memory`."""
+    return forecast.ahead * max(forecast._piece_bytes, default=0)
+
+
+def why_nothing_ahead(forecast: Forecast) -> str | None:
+    """Why no state is read before the norm whatever memory there is; None where it may be."""
+    resolved = forecast._resolved
+    if not forecast._piece_bytes or not forecast.state_in_files:
+        return "0, no state is on SSD"
+    if not resolved.overlap:
+        return "0, without overlap nothing is read ahead"
+    if forecast.timing.final:
+        return "0, early steps do not wait for the norm"
+    if resolved.optimizer_read_ahead_bytes is None and resolved.elastic is not None:
+        return "0, since elastic may give a rank more micro-batches, which bring their activations"
+    return None
+
+
+def _slots_ahead(forecast: Forecast, left: int) -> int:
+    """Slots for state that is read before the norm, in what the budget leaves."""
+    if why_nothing_ahead(forecast) is not None:
+        return 0
+    pieces, asked = forecast._piece_bytes, forecast._resolved.optimizer_read_ahead_bytes
+    return memory_budget.slots_ahead(len(pieces), forecast.terms.slots, max(pieces), left, asked)
 
 
 def _fitting_share(forecast: Forecast, room: tuple[int, int]) -> float | None:

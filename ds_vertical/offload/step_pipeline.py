@@ -3,7 +3,8 @@
 [Note: slots] A slot is page-locked host memory for one part's state, and for its gradient where that waits on SSD. While
 one slot is computed, the next is being read and the one before is being written: with three slots every resource has work.
 A slot takes its next read when its write is complete. Parts go through in the order in which they were submitted. Slots that
-nothing submitted has use for read what is expected next: see [Note: reading ahead] in `state_prefetch`.
+nothing submitted has use for read what is expected next, and there may be further ones for that: see [Note: reading ahead] and
+[Note: further slots] in `state_prefetch`.
 
 [Note: failures] After the first failure nothing more is computed. A job that writes beside what is current leaves the state
 as it was, whatever becomes of it; any other one that failed, or was not run any more, has torn it. So has a job
@@ -32,7 +33,7 @@ from ds_vertical.io.aio import DiskQueue, Transfer, complete
 from ds_vertical.io.checksums import ChecksumError, Checksums
 from ds_vertical.io.extents import Extent
 from ds_vertical.io.ticket import Ticket
-from ds_vertical.offload.state_prefetch import PrefetchJob, PrefetchQueue, Slot
+from ds_vertical.offload.state_prefetch import FreeSlots, PrefetchJob, PrefetchQueue, Slot
 from ds_vertical.schedule.trace import Tracer, now
 
 _TURN_S: Final = 1.0
@@ -82,12 +83,14 @@ class JobGroup:
 @dataclass(frozen=True)
 class PipelineSettings:
     """`begin` is called on the pipeline's thread, ahead of the first job. `checksums` notes all that is written and checks all
-    that is read. `overlap`: where false, a job starts when the one before it, its writes included, is complete."""
+    that is read. `overlap`: where false, a job starts when the one before it, its writes included, is complete. `further`:
+    slots for what is expected, which nobody may use before `ReadStage.allow`; see [Note: further slots]."""
 
     tracer: Tracer = field(default_factory=Tracer)
     begin: Callable[[], None] = lambda: None
     checksums: Checksums = field(default_factory=Checksums)
     overlap: bool = True
+    further: Sequence[torch.Tensor] = ()
 
 
 class ChangeSignal:
@@ -173,23 +176,44 @@ class WriteStage:
 class ReadStage:
     """Gives slots to jobs and starts the reads of their state, those of expected jobs into slots that would lie idle.
 
-    `free`: slots that no job has, the one that has been free longest first; `reading`: the jobs under way, in order. Only the
-    pipeline's thread calls `start`, `read_ahead` and `take_slot`.
+    `free`: slots that no job has; `reading`: the jobs under way, in order; `most`: slots that may be used. Only the pipeline's
+    thread calls `start`, `read_ahead` and `take_slot`.
     """
 
-    def __init__(self, slots: Sequence[torch.Tensor], reader: DiskQueue, writes: WriteStage, lock: threading.RLock) -> None:
-        self.slots = tuple(Slot(data) for data in slots)
-        self.free = deque(self.slots)
+    def __init__(
+        self,
+        slots: Sequence[torch.Tensor],
+        further: Sequence[torch.Tensor],
+        reader: DiskQueue,
+        writes: WriteStage,
+        lock: threading.RLock,
+    ) -> None:
+        self.slots = tuple(Slot(data, number) for number, data in enumerate((*slots, *further)))
+        self.free = FreeSlots(self.slots)
         self.expected = PrefetchQueue(self.free)
         self.reading: deque[tuple[StepJob, JobGroup, Slot | None]] = deque()
+        self.most = self._least = len(slots)
         self._reader = reader
         self._writes = writes
         self._lock = lock
+        self._rests = False  # there are slots that may not be used any more
+
+    def allow(self, num_bytes: float) -> None:
+        """Let further slots be used, as many as so many bytes hold, from now on. From any thread."""
+        with self._lock:
+            before, further = self.most, self.slots[self._least :]
+            self.most = self._least + (min(len(further), int(num_bytes // further[0].data.numel())) if further else 0)
+            self._rests |= self.most < before
+
+    @property
+    def has_further(self) -> bool:
+        """Whether further slots may be used."""
+        return self.most > self._least
 
     @property
     def may_read_ahead(self) -> bool:
         """Whether a slot is free for a job that is expected and not being read."""
-        return bool(self.free) and self.expected.next() is not None
+        return self.free.has_below(self.most) and self.expected.next() is not None
 
     def start(self, job: StepJob, patient: bool) -> tuple[bool, Slot | None]:
         """Start the reads of a job. Returns whether it could, and its slot, None for a job that reads nothing. With `patient` a
@@ -218,6 +242,8 @@ class ReadStage:
     def read_ahead(self, submitted: Collection[object]) -> None:
         """Give free slots to what is expected, unless anything that is submitted waits for one."""
         with self._lock:
+            if self._rests:
+                self._rests = not self.free.rest(self.most)
             while not submitted and (expected := self.expected.next()):
                 if self.is_due(expected.extents) or any(map(self._writes.is_being_written, expected.extents)):
                     return
@@ -228,29 +254,26 @@ class ReadStage:
                     expected.reads.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
 
     def take_slot(self, patient: bool) -> Slot | None:
-        """The slot that has been free longest; with `patient` wait for its writes, or take one from what is expected."""
+        """The first slot that is free; with `patient` wait for writes, or take one from what is expected."""
+        if patient:
+            with self._lock:
+                if not self.free.has_below(self.most):
+                    self.expected.give_back_last()
+            self.free.wait_for_one(self.most)
         with self._lock:
-            if patient and not self.free:
-                self.expected.give_back_last()
-        if not self.free or not (patient or self.free[0].free):
-            return None
-        slot = self.free[0]
-        for write in slot.writes:
-            write.wait()
-        slot.writes = []
-        return self.free.popleft()
+            return self.free.take(len(self.slots) if patient else self.most)
 
     def free_all(self) -> None:
         """Nothing is in flight or expected, so all slots are free; an interrupt may have forgotten one."""
         for slot in self.slots:
-            if slot not in self.free:
-                self.free.append(slot)
+            self.free.append(slot)
 
 
 class StepPipeline:
     """Runs jobs in order on one thread. `slots`: uint8 tensors, page-locked, each as large as all that the largest job reads.
 
-    `reader`, `writer`: the queues of its transfers. `reads`: the stage that gives slots to jobs. `changes`: its lock.
+    `reader`, `writer`: the queues of its transfers. `reads`: the stage that gives slots to jobs. `changes`: its lock. `thread`:
+    None before the first job.
 
     `error`: the first failure, after which nothing is computed. The wait of its batch raises it, and so does every later wait,
     until `recover`.
@@ -268,7 +291,7 @@ class StepPipeline:
         self._lock = self.changes.lock
         self._settings = settings or PipelineSettings()
         self._writes = WriteStage(writer, self._settings.checksums)
-        self.reads = ReadStage(slots, reader, self._writes, self._lock)
+        self.reads = ReadStage(slots, self._settings.further, reader, self._writes, self._lock)
         self.reader = reader
         self.writer = writer
         self._submitted: deque[tuple[StepJob, JobGroup]] = deque()
@@ -276,7 +299,7 @@ class StepPipeline:
         self._idle = True
         self._closed = False
         self._torn = False
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         _OPEN.add(self)
 
     def submit(self, what: str, jobs: Sequence[StepJob], finish: Callable[[], None]) -> Ticket:
@@ -301,22 +324,25 @@ class StepPipeline:
 
     def _wake(self) -> None:
         """The thread finds what is given to it while the caller holds the lock."""
-        if self._thread is None:
+        if self.thread is None:
             thread = threading.Thread(target=self._run, name="ds_vertical optimizer", daemon=True)
             thread.start()  # raises where there are too many
-            self._thread = thread
+            self.thread = thread
         self.changes.tell()
 
-    def wait_idle(self) -> None:
-        """Return when nothing is in flight, whatever came of it. Nothing is expected any more."""
+    def wait_idle(self, reads_on: bool = False) -> None:
+        """Return when nothing that was submitted is in flight, whatever came of it. Nothing is expected any more, unless the
+        pipeline `reads_on`."""
         self.changes.wait_until(lambda: self._idle and not self._submitted)  # `submit` may have been cut between the two
-        with self._lock:
-            self.reads.expected.clear()
-            self.reads.free_all()
+        if not reads_on:
+            with self._lock:
+                self.reads.expected.clear()
+                self.reads.free_all()
 
-    def drain(self) -> None:
-        """Return when everything submitted is computed and on SSD. Raises the first error."""
-        self.wait_idle()
+    def drain(self, reads_on: bool = False) -> None:
+        """Return when everything submitted is computed and on SSD. Raises the first error. `reads_on`: what is expected goes on
+        being read."""
+        self.wait_idle(reads_on)
         if self.error is not None:
             raise self.error
 
@@ -332,8 +358,8 @@ class StepPipeline:
         with self._lock:
             self._closed = True
             self.changes.tell()
-        if self._thread is not None:
-            self._thread.join()
+        if self.thread is not None:
+            self.thread.join()
         self.reads.expected.clear()
         self.reader.close()
         self.writer.close()
@@ -348,7 +374,7 @@ class StepPipeline:
     def _run(self) -> None:
         if not self._runs.acquire(blocking=False):
             return  # an interrupt has cut the start of the first thread, which runs
-        self._thread = threading.current_thread()
+        self.thread = threading.current_thread()
         try:
             self._settings.begin()
         except BaseException as error:  # the waits of batches raise it
@@ -379,14 +405,14 @@ class StepPipeline:
         where nothing is left."""
         reads, overlap = self.reads, self._settings.overlap
         if not overlap:
-            self._writes.settle(reads.free)
+            self._writes.settle(reads.slots)
         while self._start_one(patient=not reads.reading) and overlap:
             pass
         reads.read_ahead(self._submitted)
         if reads.reading:
             self._compute(*reads.reading.popleft())
         elif not self._submitted:
-            self._writes.settle(reads.free)
+            self._writes.settle(reads.slots)
 
     def _start_one(self, patient: bool) -> bool:
         """Start the reads of the oldest job that was submitted. Returns whether it could."""
@@ -426,9 +452,9 @@ class StepPipeline:
                 complete(transfer)
             raise
         finally:
-            if slot is not None:
-                self.reads.free.append(slot)
             with self._lock:
+                if slot is not None:
+                    self.reads.free.append(slot)
                 batch.left -= 1
                 self.changes.tell()
 

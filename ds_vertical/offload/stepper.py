@@ -110,13 +110,14 @@ class Stepper:
         self._pipeline.drain()
         self._updates.complete_update(unit)
 
-    def complete(self) -> None:
-        """Return when all issued steps are computed and where they rest. Raises the first error."""
-        self._pipeline.drain()
+    def complete(self, reads_on: bool = False) -> None:
+        """Return when all issued steps are computed and where they rest. Raises the first error. `reads_on`: state of steps
+        that are expected goes on being read."""
+        self._pipeline.drain(reads_on)
         self._updates.close_updates()
 
     def expect(self, unit: Unit, indices: Sequence[int], share: StepShare) -> None:
-        """The unit's `step` is the next one: start reading its state where there is room."""
+        """The unit's `step` comes behind those that are expected: start reading its state where there is room."""
         parts = [part for index in indices for part in self.chunks[index].parts(share)]
         self._pipeline.expect([PrefetchJob(_what(unit, part), self.generations.source(part)) for part in parts])
 

@@ -85,9 +85,15 @@ def step_bound(
 
 
 def _told(schedule: Schedule) -> dict[int, int]:
-    """By the index of a step, that of the event which tells it: its state may be read from there on."""
+    """By the index of a step, that of the event which tells it: its state may be read from there on, also of a step behind
+    NORM, whatever memory there is for it."""
     places = {event: index for index, event in enumerate(schedule.events)}
-    return {places[step]: places[by] for by, step in schedule.coming.items()}
+    told = {places[step]: places[by] for by, step in schedule.coming.items()}
+    if schedule.teller_of_rest is not None:
+        norm = next(index for index, event in enumerate(schedule.events) if event.op is Op.NORM)
+        teller = places[schedule.teller_of_rest]
+        told |= {index: teller for event, index in places.items() if event.op is Op.STEP and index > norm}
+    return told
 
 
 def _resources(lane: Lane, machine: Machine) -> tuple[str, ...]:

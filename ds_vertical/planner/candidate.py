@@ -9,6 +9,7 @@ makes a case with each delay. The state takes a part of the host memory that all
 from __future__ import annotations
 
 import gc
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +48,7 @@ class Choice:
     `RunSettings` are what a run has been told, all of them; these are few, and most of what they say is no key of the section
     (`cli.plan.deepspeed_json` writes it as JSON). `delay`: `optimizer_delay`; `window`: `prefetch_layers`;
     `in_place`: early steps are never discarded, which is `on_nonfinite: "stop"`. `levels`: None where collectives have one
-    level."""
+    level. `read_ahead_bytes`: `optimizer_read_ahead_bytes`."""
 
     micro_batch_size: int
     num_micro_batches: int
@@ -60,6 +61,7 @@ class Choice:
     kept: KeptShare | None = None
     in_place: bool = False
     levels: LevelChoice | None = None
+    read_ahead_bytes: int = 0
 
     @property
     def policy(self) -> ActivationPolicy:
@@ -180,7 +182,9 @@ class Candidate:
     def simulated(self, num_layers: int) -> SimulatedRun:
         """Steps of the model's first layers."""
         shape, (schedule, needs) = self.coarse(num_layers), training_with_needs(self._training(num_layers))
-        settings = SimulationSettings(_STEADY_STEPS, memory_budget.SLOTS)
+        ahead = self.case.terms.ahead * memory_budget.PART_ELEMENTS / (shape.part_elements or 1)
+        ahead = round(ahead * num_layers / self.shape.num_layers)  # of fewer layers as large a part
+        settings = SimulationSettings(_STEADY_STEPS, memory_budget.SLOTS, ahead=ahead)
         return simulate(schedule, self.machine, shape, settings, parts=self.parts(shape), needs=needs)
 
     @cached_property
@@ -288,6 +292,7 @@ def simplicity(candidate: Candidate) -> tuple[float, ...]:
         choice.window,
         choice.blocks_per_layer,
         candidate.shape.generations,
+        choice.read_ahead_bytes,
         _fewer_ranks(candidate),
     )
 
@@ -308,6 +313,7 @@ def difference(chosen: Choice, other: Choice) -> str:
         "blocks_per_layer": "blocks_per_layer",
         "window": "prefetch_layers",
         "delay": "optimizer_delay",
+        "read_ahead_bytes": "optimizer_read_ahead_bytes",
     }
     found = [f"{key} {getattr(other, name):g}" for name, key in names.items() if getattr(other, name) != getattr(chosen, name)]
     ours, theirs = chosen.placement, other.placement
@@ -407,6 +413,21 @@ def kept_so(choice: Choice, given: LpProblem, solution: Solution, kept: KeptShar
     """The choice with so much kept."""
     case = replace(given, shape=replace(given.shape, kept=kept))
     return Candidate(replace(choice, kept=kept), case, solution.seconds, solution.binding)
+
+
+# ---- host memory that all else leaves
+
+
+def reading_ahead(candidate: Candidate) -> Iterator[Candidate]:
+    """The same with state read ahead of the norm into what all else leaves of host memory; none where there is no room for it,
+    or early steps count whatever the norm."""
+    choice, case, shape = candidate.choice, candidate.case, candidate.shape
+    limit, each = case.limits[Tier.HOST], memory_budget.slot_bytes(shape, case.terms)
+    room = math.inf if limit is None else limit - linear_program.tier_bytes(case, shape.placement, Tier.HOST)
+    count = memory_budget.slots_ahead(memory_budget.num_pieces(shape), case.terms.slots, each, room)
+    if count and not (choice.early and not choice.speculation):
+        own = replace(case, terms=replace(case.terms, ahead=count))
+        yield replace(candidate, choice=replace(choice, read_ahead_bytes=int(count * each)), case=own)
 
 
 # ---- a share of the optimizer's state in host memory

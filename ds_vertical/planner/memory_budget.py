@@ -4,6 +4,7 @@ P elements of this rank, M micro-batches, L layers, layers of at most N elements
 
     host    parameter buffers    b N and `pre`, in the parameters' dtype; b of `layer_buffers`, which is w + 3
             optimizer slots      slots x part x (state + parameter bytes)
+            state read ahead     as many further slots as were chosen
             gradients            4P of the share that waits there, 4N of a few layers for what is stepped early or goes to SSD
             activations          M L A of the share that is kept there
             kept for the backward  M K of all layers that rests there, K of a micro-batch; buffers of cells, where some move
@@ -35,7 +36,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ds_vertical.errors import MemoryBudgetError
-from ds_vertical.planner.model_shape import ModelShape, suf_files
+from ds_vertical.planner.model_shape import ModelShape, state_elements, suf_files
 from ds_vertical.schedule.events import LEAD, MAX_STEPS
 from ds_vertical.types import NORM_COPIED, NORM_ELEMENTS, PRE, SUF, TensorKind, Tier, TierBytes, Unit
 
@@ -45,6 +46,8 @@ STOCK_BUFFERS: Final = 4  # what stock needs for its own uses of a chunk of stat
 STATE_SHARE: Final = "vertical_schedule.optimizer_host_share"
 STATE_SHARES: Final = 20  # of the optimizer's state in host memory, which are tried
 USED_BY_STATE: Final = 0.8  # of the host memory that all else leaves, where such a share is chosen
+READ_AHEAD: Final = "vertical_schedule.optimizer_read_ahead_bytes"
+USED_BY_READING: Final = 0.8  # of the host memory that all else leaves, for state that is read ahead of the norm
 _KEEP: Final = "vertical_schedule.activations.keep"
 _IN_FLIGHT: Final = f"(up to {SLOTS} pieces; one without overlap)"
 _KNOBS: Final = (
@@ -65,18 +68,27 @@ def num_slots(num_pieces: int, overlap: bool) -> int:
     return min(SLOTS if overlap else 1, num_pieces)
 
 
+def slots_ahead(num_pieces: int, slots: int, slot_bytes: float, room: float, most_bytes: float | None = None) -> int:
+    """Slots for state that is read ahead of the norm, besides `slots`: for all pieces, as far as a part of the `room` that all
+    else leaves holds them. `most_bytes`: that they may take, None: any number."""
+    held = USED_BY_READING * max(0.0, room)
+    if most_bytes is not None:
+        held = min(held, most_bytes)
+    wanted = max(0, num_pieces - slots)
+    return wanted if held >= wanted * slot_bytes else int(held // slot_bytes)
+
+
 @dataclass(frozen=True)
 class BudgetTerms:
     """What the formulas take besides the model: what a run's settings come down to, and so no setting itself.
 
-    `engine.memory_check` derives them from `RunSettings` and the JSON, `search` from what it varies (`Choice`).
-    `window`: `prefetch_layers`.
-    `slots`: pieces of state in memory at a time. `held_share`: of all gradients, the share that waits for its step (1
-    where steps follow NORM or may be redone, else `waiting_share`). `gradient_layers`:
-    layers whose gradients are under way otherwise: as many as are stepped or written to SSD at a time, and one more.
-    `pairs`: whether a layer's gradients wait for those of the next micro-batch, where device and host are one memory: in
-    layer-major order, and where there is room. `shares_state`: of the state that goes to SSD otherwise, a share that was chosen
-    rests in host memory.
+    `engine.memory_check` derives them from `RunSettings` and the JSON, `search` from what it varies (`Choice`). `window`:
+    `prefetch_layers`. `slots`: pieces of state in memory at a time; `ahead`: more of them, for what is read ahead of the norm.
+    `held_share`: of all gradients, the share that waits for its step (1 where steps follow NORM or may be redone, else
+    `waiting_share`). `gradient_layers`: layers whose gradients are under way otherwise: as many as are stepped or written to
+    SSD at a time, and one more. `pairs`: whether a layer's gradients wait for those of the next micro-batch, where device and
+    host are one memory: in layer-major order, and where there is room. `shares_state`: of the state that goes to SSD otherwise,
+    a share that was chosen rests in host memory.
     """
 
     num_micro_batches: int
@@ -87,6 +99,7 @@ class BudgetTerms:
     one_memory: bool = False
     pairs: bool = True
     shares_state: bool = False
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,7 +192,8 @@ def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     resting = stepped * shape.state_bytes * shape.placement.share(TensorKind.STATE, Tier.HOST)
     key = STATE_SHARE if terms.shares_state else "zero_optimization.offload_optimizer.device"
     yield _item(Tier.HOST, "optimizer state at rest", resting, key)
-    yield _item(Tier.HOST, "optimizer slots", terms.slots * _slot_bytes(shape, terms), _IN_FLIGHT)
+    yield _item(Tier.HOST, "optimizer slots", terms.slots * slot_bytes(shape, terms), _IN_FLIGHT)
+    yield _item(Tier.HOST, "state read ahead", terms.ahead * slot_bytes(shape, terms), READ_AHEAD)
     yield _item(Tier.HOST, "gradients", _gradients(shape, terms) * shape.gradient_bytes, "vertical_schedule.optimizer_delay")
     kept = terms.num_micro_batches * shape.num_layers * shape.activation_bytes
     kept *= shape.placement.share(TensorKind.ACTIVATIONS, Tier.HOST)
@@ -202,7 +216,7 @@ def _levels(shape: ModelShape) -> Iterator[BudgetItem]:
     yield _item(Tier.HOST, "gradients sent over levels", sent, "zero_optimization.zero_hpz_partition_size")
 
 
-def _slot_bytes(shape: ModelShape, terms: BudgetTerms) -> float:
+def slot_bytes(shape: ModelShape, terms: BudgetTerms) -> float:
     """Bytes of the largest piece that goes through the optimizer's pipeline from or to SSD."""
     if shape.slot_bytes is not None:
         return shape.slot_bytes
@@ -267,6 +281,12 @@ def _largest_piece(shape: ModelShape) -> float:
     if shape.part_elements is None:
         return max(shards)
     return max(shard / max(1, math.ceil(shard / shape.part_elements)) for shard in shards)
+
+
+def num_pieces(shape: ModelShape) -> int:
+    """Pieces of this rank's state that are read from files, where units are cut into equal ones."""
+    elements = (state_elements(shape, unit)[0] for unit in shape.outside.around(range(shape.num_layers)))
+    return sum(math.ceil(count / (shape.part_elements or count)) for count in elements if count)
 
 
 def _aliased(shape: ModelShape, terms: BudgetTerms) -> bool:

@@ -29,10 +29,10 @@ DTYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # to
 class RunInfo:
     """Elements are whole units', early ones this rank's; a unit is "pre", "suf" or a layer's number. `apart`: as in `Outside`.
 
-    `host_bytes`: of this rank's memory budget. `tokens` of a micro-batch of `sequences`; `threads` of the process that
-    trained; `model` is the Hugging Face configuration (None: the model has none). `parameters_on_ssd`, ...: the
-    shares that rest there, under the names of `types.SHARE_NAMES`. `file_elements`: of those that this rank steps, the ones
-    whose state is in files; empty in accounts of earlier versions.
+    `host_bytes`: of this rank's memory budget. `tokens` of a micro-batch of `sequences`; `threads` of the process that trained;
+    `model` is the Hugging Face configuration (None: the model has none). `parameters_on_ssd`, ...: the shares that rest there,
+    under the names of `types.SHARE_NAMES`. `slots`, `ahead`: as in `SimulationSettings`. `file_elements`: of those that this
+    rank steps, the ones whose state is in files; empty in accounts of earlier versions.
     """
 
     elements: dict[Unit, int]
@@ -60,6 +60,7 @@ class RunInfo:
     activations_on_ssd: float = 0.0
     apart: tuple[Unit, ...] = ()
     file_elements: dict[Unit, int] = field(default_factory=dict[Unit, int])
+    ahead: int = 0
 
     @property
     def placement(self) -> Placement:

@@ -2,12 +2,12 @@
 
 [Note: choosing] Every micro-batch size, number of blocks per layer and share of delayed steps makes a case of the linear
 program (`linear_program`), which places what can rest in several tiers and bounds both sweeps. The best cases, and of them the
-best with every window, are then run through the simulator on the very schedule that the executor would run; its seconds
-decide, and among plans that differ by less than a hundredth the simplest. The best ones are also tried with a share of the
-state in host memory (`candidate`). Where no setting fits with all of the state in one tier, some shares are tried, and then
-all again with no layer fetched ahead (window 0). Models of many layers are judged by two runs with
-fewer (a layer costs the same however many there are). The optimizer's pieces are taken coarser there than they are: some to a
-layer, which overlap as the real ones do.
+best with every window, are then run through the simulator on the very schedule that the executor would run; its seconds decide,
+and among plans that differ by less than a hundredth the simplest. The best ones are also tried with a share of the state in
+host memory (`candidate`), and the best of all with state read ahead of the norm into what these leave. Where no setting fits
+with all of the state in one tier, some shares are tried, and then all again with no layer fetched ahead (window 0). Models of
+many layers are judged by two runs with fewer (a layer costs the same however many there are). The optimizer's pieces are taken
+coarser there than they are: some to a layer, which overlap as the real ones do.
 
 [Note: keeping] The program mixes all policies and tiers of what is kept; the JSON has one policy, for a share of the cells in
 one tier and for another in host memory. So of each of the best cases one candidate for each policy and each of these pairs of
@@ -40,6 +40,7 @@ from ds_vertical.planner.candidate import (
     held_share,
     in_pairs,
     kept_so,
+    reading_ahead,
     settled,
     simplicity,
     solved_tiers,
@@ -162,7 +163,9 @@ def choose(
     wider = [other for c in fitting[:_VARIED] for window in WINDOWS[1:] if fits(other := _with_window(c, window))]
     fitting = sorted([*fitting, *wider], key=_estimate_s)
     shared = [other for c in fitting[:_VARIED] for other in _with_shared_state(c)]
-    return _decide(sorted([*fitting, *shared], key=_estimate_s))
+    fitting = sorted([*fitting, *shared], key=_estimate_s)
+    reading = [other for c in fitting[:_VARIED] for other in reading_ahead(c)]
+    return _decide(sorted([*fitting, *reading], key=_estimate_s))
 
 
 def tune_timing(

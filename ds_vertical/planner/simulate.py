@@ -13,7 +13,8 @@ is complete. Steps of the optimizer are only handed to their pipeline. Where hos
 thread computes itself. RELEASE holds the thread until its unit's uses are complete, so the window bounds memory.
 
 [Note: reading ahead] The state of a step is read from when the event starts that tells it (`events.coming_steps`), as far as
-slots are free; the rest of the step starts when its event does.
+slots are free; the rest of the step starts when its event does. With further slots (`ahead`) one event tells all steps behind
+NORM (`events.teller_of_rest`), those that are left to the next schedule, too.
 
 [Note: boundary] dependencies() covers one schedule. Between consecutive ones: what an earlier step left (`@-1`) needs that
 step's NORM, and what it did to the same unit; the first FETCH of a unit needs its steps and its RELEASE, and of a step
@@ -85,12 +86,14 @@ class SimulatedRun:
 
 @dataclass(frozen=True)
 class SimulationSettings:
-    """`steps`: consecutive steps of the schedule. `slots`: pieces of optimizer state in memory at a time. `overlap` False:
-    each event is waited for before the next is issued, so that seconds add up."""
+    """`steps`: consecutive steps of the schedule. `slots`: pieces of optimizer state in memory at a time; `ahead`: further
+    ones, with which state is read before NORM that is stepped behind it. `overlap` False: each event is waited for before the
+    next is issued, so that seconds add up."""
 
     steps: int = 1
     slots: int = 3
     overlap: bool = True
+    ahead: int = 0
 
 
 def simulate(
@@ -118,9 +121,9 @@ def simulate(
     needs = dependencies(schedule.events) if needs is None else needs
     simulation = _Simulation(schedule.events, costs, machine, settings)
     simulation.add_edges(_edges(schedule.events, needs, steps))
-    simulation.limit_slots(slots)
+    simulation.limit_slots(slots + settings.ahead)
     if settings.overlap:
-        simulation.read_ahead(schedule)
+        simulation.read_ahead(schedule, settings.ahead > 0)
     return simulation.run()
 
 
@@ -165,6 +168,22 @@ def _written_before_fetch(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
             fetches[event.layer] = fetches.get(event.layer, 0) + 1
             if fetches[event.layer] == 2:
                 yield from ((j, index) for j in steps.get(event.layer, ()))
+
+
+def _tellers(schedule: Schedule, steps: int, beyond_norm: bool) -> dict[int, int]:
+    """By the index of a STEP, counted over all steps, that of the event which tells it."""
+    events, count = schedule.events, len(schedule.events)
+    places = {event: index for index, event in enumerate(events) if event.op in (Op.STEP, Op.HEAD)}
+    firsts, coming = range(0, steps * count, count), schedule.coming.items()
+    told = {first + places[step]: first + places[by] for first in firsts for by, step in coming}
+    if beyond_norm and schedule.teller_of_rest is not None:
+        teller = places[schedule.teller_of_rest]
+        norm = next(index for index, event in enumerate(events) if event.op is Op.NORM)
+        rest = [index for event, index in places.items() if event.op is Op.STEP and index > norm]
+        left = [count + index for event, index in places.items() if event.op is Op.STEP and event.step_offset < 0]
+        pairs = ((first + index, first + teller) for first in firsts for index in (*rest, *left))
+        told |= {index: by for index, by in pairs if index < steps * count}
+    return told
 
 
 @dataclass(eq=False, slots=True)
@@ -252,16 +271,14 @@ class _Simulation:
             write.followers.append(read)
             read.waits += 1
 
-    def read_ahead(self, schedule: Schedule) -> None:
+    def read_ahead(self, schedule: Schedule, beyond_norm: bool) -> None:
         """See [Note: reading ahead]."""
-        positions = {event: index for index, event in enumerate(schedule.events) if event.op in (Op.STEP, Op.HEAD)}
-        for told, event in schedule.coming.items():
-            for first in range(0, len(self.events), len(schedule.events)):
-                for job in self.jobs[first + positions[event]]:
-                    if job[1:] and job[0].stage.reads_state:
-                        job[0].hinted = True
-                        self.hinted[first + positions[told]].append(job[0])
-                        job[1].waits += 1
+        for index, told in _tellers(schedule, self.steps, beyond_norm).items():
+            for job in self.jobs[index]:
+                if job[1:] and job[0].stage.reads_state:
+                    job[0].hinted = True
+                    self.hinted[told].append(job[0])
+                    job[1].waits += 1
 
     # ---- the run
 

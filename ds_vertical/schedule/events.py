@@ -226,6 +226,18 @@ def coming_steps(events: Sequence[Event]) -> dict[Event, Event]:
     return coming
 
 
+def teller_of_rest(events: Sequence[Event]) -> Event | None:
+    """The event that tells all steps behind NORM, for what reads their state before it is decided what they do: the last early
+    STEP; where there is none, the first HEAD. None where there is no NORM."""
+    found: Event | None = None
+    for event in events:
+        if event.op is Op.NORM:
+            return found
+        if (event.op is Op.HEAD and found is None) or (event.op is Op.STEP and event.step_offset == 0):
+            found = event
+    return None
+
+
 @dataclass(frozen=True)
 class Outside:
     """The parameters outside the layers, as a schedule moves them.
@@ -330,6 +342,11 @@ class Schedule:
     def coming(self) -> dict[Event, Event]:
         """`coming_steps` of the events."""
         return coming_steps(self.events)
+
+    @cached_property
+    def teller_of_rest(self) -> Event | None:
+        """`teller_of_rest` of the events."""
+        return teller_of_rest(self.events)
 
     @cached_property
     def fused(self) -> frozenset[Event]:

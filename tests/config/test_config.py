@@ -191,6 +191,7 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
         "on_nonfinite": "skip",
         "gradient_host_share": None,
         "optimizer_host_share": None,
+        "optimizer_read_ahead_bytes": None,
         "keep_gradients": False,
         "host_memory_bytes": None,
         "outside_layers": "resident",
@@ -231,6 +232,7 @@ sections = st.fixed_dictionaries(
         "on_nonfinite": st.sampled_from(["skip", "stop"]),
         "gradient_host_share": st.none() | st.floats(0, 1) | st.integers(0, 1),
         "optimizer_host_share": st.none() | st.floats(0, 1) | st.integers(0, 1),
+        "optimizer_read_ahead_bytes": st.none() | st.integers(0, 10**12),
         "keep_gradients": st.booleans(),
         "seed_micro_batches": st.booleans(),
         "self_check": st.none() | st.booleans(),
@@ -300,6 +302,14 @@ def test_every_key_has_a_description() -> None:
         ({"on_nonfinite": "ignore"}, 'vertical_schedule.on_nonfinite: got "ignore"; need "skip" or "stop"; write e.g. "skip"'),
         ({"on_nonfinite": None}, "vertical_schedule.on_nonfinite: got null; need"),
         ({"gradient_host_share": 2}, "vertical_schedule.gradient_host_share: got 2; need a number from 0 to 1, or null"),
+        (
+            {"optimizer_read_ahead_bytes": -1},
+            "vertical_schedule.optimizer_read_ahead_bytes: got -1; need an integer >= 0, or null (what the memory budget",
+        ),
+        (
+            {"optimizer_read_ahead_bytes": 0.5},
+            "vertical_schedule.optimizer_read_ahead_bytes: got 0.5; need an integer >= 0, or null (what the memory budget",
+        ),
         (
             {"optimizer_host_share": -0.1},
             "vertical_schedule.optimizer_host_share: got -0.1; need a number from 0 to 1, or null",
@@ -629,6 +639,24 @@ def test_a_share_of_the_state_is_of_what_is_to_be_on_ssd(share: float | None, de
 
 
 @pytest.mark.parametrize(
+    ("num_bytes", "device", "told"),
+    [(1, "cpu", 'got 1 with zero_optimization.offload_optimizer.device "cpu"'), (0, "cpu", None), (None, "cpu", None)]
+    + [(1, "nvme", None)],
+)
+def test_only_state_on_ssd_is_read_before_the_norm(num_bytes: int | None, device: str, told: str | None) -> None:
+    offload = {"device": device} | ({"nvme_path": "/ssd"} if device == "nvme" else {})
+    config = changed("zero_optimization.offload_optimizer", offload)
+    section = VerticalConfig(optimizer_read_ahead_bytes=num_bytes)
+    if told is None:
+        assert check(config, section) == []
+        return
+    with pytest.raises(ConfigError) as refused:
+        check(config, section)
+    assert str(refused.value).startswith(f"vertical_schedule.optimizer_read_ahead_bytes: {told}")
+    assert 'write 0 or null, or zero_optimization.offload_optimizer.device "nvme"' in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("section", "device", "told"),
     [
         ({"gradient_host_share": 0.5}, "cpu", "vertical_schedule.gradient_host_share: got 0.5 with zero_optimization"),
@@ -666,6 +694,14 @@ def test_max_in_cpu_warns_with_its_default_and_as_written() -> None:
     config = without("zero_optimization.offload_param.max_in_cpu")
     config["zero_optimization"]["offload_param"]["device"] = "cpu"
     assert check(config, VerticalConfig()) == []
+
+
+def test_reading_ahead_of_the_norm_without_overlap_warns() -> None:
+    for written, num_warnings in ((10**9, 1), (0, 0), (None, 0)):
+        section = VerticalConfig(overlap=False, optimizer_read_ahead_bytes=written)
+        warnings = [each for each in check(BASE, section) if "optimizer_read_ahead_bytes" in each]
+        assert len(warnings) == num_warnings
+        assert all(each.startswith(f"vertical_schedule.optimizer_read_ahead_bytes: got {written} with") for each in warnings)
 
 
 def test_prefetch_without_overlap_warns() -> None:

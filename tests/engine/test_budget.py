@@ -22,6 +22,7 @@ import pytest
 import torch
 from harness import base_config, read_weights, running, small_buffers, start_process_group
 from models import MixerModel, token_batches
+from pages import resident_pages
 from places import ROOT
 from processes import status
 
@@ -34,16 +35,6 @@ from ds_vertical.offload.grad_accumulator import LARGE
 from ds_vertical.planner.memory_budget import budget
 
 MIB = 1 << 20
-
-
-def resident_pages(tensor: torch.Tensor) -> int:
-    """Pages of a tensor's memory that hold memory, of those that lie in it whole."""
-    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    last = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
-    present = (ctypes.c_ubyte * ((last - first) // mmap.PAGESIZE))()
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(last - first), present) == 0
-    return sum(page & 1 for page in present)
 
 
 def stock_buffers(engine: Any) -> list[torch.Tensor]:

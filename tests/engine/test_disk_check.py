@@ -131,7 +131,7 @@ def test_room_for_a_checkpoint_is_told_and_demanded_where_one_is_sure(
 
 
 def forecast(on_ssd: int) -> Any:
-    return SimpleNamespace(files=SimpleNamespace(num_files=on_ssd), terms=SimpleNamespace(slots=4))
+    return SimpleNamespace(files=SimpleNamespace(num_files=on_ssd), terms=SimpleNamespace(slots=4, ahead=0))
 
 
 def settings(**keys: Any) -> RunSettings:

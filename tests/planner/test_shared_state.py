@@ -77,7 +77,7 @@ def test_the_state_leaves_a_part_of_what_all_else_leaves(clip: float) -> None:
     share, case = in_memory(found), found.case
     assert 0 < share < 1
     needed = tier_bytes(case, found.shape.placement, Tier.HOST)
-    rest = needed - share * STATE_BYTES
+    rest = needed - share * STATE_BYTES - found.choice.read_ahead_bytes  # which has what the state leaves
     assert share * STATE_BYTES <= 0.8 * (limit - rest) and needed <= limit
     items = {item.what: (item.num_bytes, item.key) for item in found.items if item.tier is Tier.HOST}
     assert items["optimizer state at rest"] == (round(share * STATE_BYTES), "vertical_schedule.optimizer_host_share")

@@ -16,6 +16,7 @@ from ds_vertical.model.layers import LayerMap, map_layers
 from ds_vertical.model.micro_batch import Body
 from ds_vertical.model.thread_state import ThreadState, applied
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
+from ds_vertical.offload.state_files import StepShare
 from ds_vertical.schedule.events import Event, Op, Schedule, Unit
 from ds_vertical.schedule.executor import Handler
 from ds_vertical.schedule.levels import Arrival
@@ -153,7 +154,7 @@ class MemoryOptimizer:
         early = self.params.units[unit][::2]
         return Ticket(f"early step {unit}", lambda: self._early.update({id(p): self._stepped(p) for p in early}))
 
-    def expect_step(self, unit: Unit, early: bool) -> None:
+    def expect_steps(self, units: Sequence[Unit], share: StepShare | None) -> None:
         """There is nothing to be read."""
 
     def early_writes(self) -> None:

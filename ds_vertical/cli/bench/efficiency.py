@@ -183,7 +183,7 @@ def _simulated(ran: Ran, conditions: Conditions) -> float:
     machine, rates = conditions.during(account.steps, index)
     step = account.steps[index]
     shape, slots = account.shape(step, rates), max(1, account.facts.slots)
-    settings = SimulationSettings(_STEADY_STEPS, slots, account.facts.overlap)
+    settings = SimulationSettings(_STEADY_STEPS, slots, account.facts.overlap, account.facts.ahead)
     return simulate(step.schedule, machine, shape, settings, parts=account.parts(step)).step_s
 
 

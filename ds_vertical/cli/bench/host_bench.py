@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 
@@ -34,6 +34,7 @@ from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import map_layers
 from ds_vertical.model.micro_batch import Body
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
+from ds_vertical.offload.state_files import StepShare
 from ds_vertical.schedule.events import Op, Unit
 from ds_vertical.schedule.levels import Arrival
 from ds_vertical.schedule.passes import TrainingStep, build_training
@@ -180,7 +181,7 @@ class _Memory:
 
     def step_early(self, unit: Unit) -> Ticket | None: ...
 
-    def expect_step(self, unit: Unit, early: bool) -> None: ...
+    def expect_steps(self, units: Sequence[Unit], share: StepShare | None) -> None: ...
 
     def early_writes(self) -> Ticket | None: ...
 

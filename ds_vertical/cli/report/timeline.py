@@ -181,7 +181,7 @@ def simulated(account: Account, machine: Machine, rates: dict[str, float], *, na
 
 
 def _run(account: Account, ran: ExecutedStep, machine: Machine, shape: ModelShape, parts: Parts, steps: int) -> Simulated:
-    settings = SimulationSettings(steps, max(1, account.facts.slots), account.facts.overlap)
+    settings = SimulationSettings(steps, max(1, account.facts.slots), account.facts.overlap, account.facts.ahead)
     return simulate(ran.schedule, machine, shape, settings, parts=parts)
 
 

@@ -8,7 +8,7 @@ So a step is committed beside the first half of the next one, or by a flush. See
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from ds_vertical.engine.zero3.reductions import ShareSink
 from ds_vertical.engine.zero3.step_driver import StepDriver
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload.grad_store import HeldGradients
+from ds_vertical.offload.state_files import StepShare
 from ds_vertical.schedule.events import Unit
 
 
@@ -45,7 +46,7 @@ class _Half:
     def step_early(self, unit: Unit) -> Ticket | None:
         """None: see the class."""
 
-    def expect_step(self, unit: Unit, early: bool) -> None:
+    def expect_steps(self, units: Sequence[Unit], share: StepShare | None) -> None:
         """Nothing: state is in memory."""
 
     def early_writes(self) -> Ticket | None:

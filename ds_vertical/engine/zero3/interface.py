@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from ds_vertical.distributed.gather_queue import GatherQueue
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload.param_store import StandingCopies
+from ds_vertical.offload.state_files import StepShare
 from ds_vertical.schedule.levels import Arrival
 from ds_vertical.types import Unit
 
@@ -69,8 +70,8 @@ class Optimizer(Protocol):
     def step_early(self, unit: Unit) -> Ticket | None:
         """Issue the parts of a unit that are stepped before the norm is known."""
 
-    def expect_step(self, unit: Unit, early: bool) -> None:
-        """A hint: this is the next step that will be issued."""
+    def expect_steps(self, units: Sequence[Unit], share: StepShare | None) -> None:
+        """A hint: these steps will be issued next, in this order. `share`: of each unit; None: what is due."""
 
     def early_writes(self) -> Ticket | None:
         """What the norm waits for: a write of an early step that fails fails the step as a whole."""

@@ -6,6 +6,7 @@ Overridden private methods of DeepSpeed are marked `override` and listed in `com
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +26,7 @@ from ds_vertical.engine.call_guard import FLUSHED, Calls
 from ds_vertical.engine.zero3.chunks import REDUCTIONS, ChunkedStage3, make_chunks
 from ds_vertical.engine.zero3.live_state import LiveState
 from ds_vertical.engine.zero3.step_driver import StepDriver, StepPhase
-from ds_vertical.io import files
+from ds_vertical.io import files, host
 from ds_vertical.io.aio import DiskQueue
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.runs import stripes
@@ -53,7 +54,7 @@ class VerticalStage3(ChunkedStage3):
     those of stock's own sub-groups: the norm is combined in stock's grouping and CPU Adam is cut as in `chunking`.
 
     Public attributes: `timing`, `condition`, `calls`, `live`, `checksums` from the start on; `driver`, `stepper`, `pipeline`,
-    `kernel`, `slots`, `gradients`, `holding` and `gradients_on_ssd` from `start_pipeline` on.
+    `kernel`, `slots`, `further_slots`, `gradients`, `holding` and `gradients_on_ssd` from `start_pipeline` on.
     """
 
     def __init__(self, *args: Any, layers: LayerMap, vertical: RunSettings, **kwargs: Any) -> None:
@@ -95,13 +96,13 @@ class VerticalStage3(ChunkedStage3):
             page_locked=accelerator.device_name() != "cpu",
             leaves_beside=self._vertical.prefetch_layers > 0,
         )
-        sizes = bytes_read(chunks, file.extents)
-        overlap = self._vertical.overlap
+        sizes, overlap = bytes_read(chunks, file.extents), self._vertical.overlap
         self.slots = [pinned_memory.lock_host_bytes(max(sizes)) for _ in range(memory_budget.num_slots(len(sizes), overlap))]
+        self.further_slots = _further_slots(self._vertical.optimizer_read_ahead_bytes or 0, max(sizes, default=0))
         adam = self.optimizer
         assert isinstance(adam, DeepSpeedCPUAdam)  # see `check_optimizer`
         self.kernel = own_kernel(adam)
-        settings = PipelineSettings(tracer, begin, self.checksums, overlap)
+        settings = PipelineSettings(tracer, begin, self.checksums, overlap, self.further_slots)
         self.pipeline = StepPipeline(self.slots, new_queue(), new_queue(), settings)
         self._updates = updates
         self.stepper = Stepper(chunks, self.kernel, self.pipeline, updates, self.checksums, overlap=overlap)
@@ -116,7 +117,7 @@ class VerticalStage3(ChunkedStage3):
     @property
     def host_bytes(self) -> int:
         """Bytes of the pipeline's slots and of held gradients."""
-        return sum(slot.numel() for slot in self.slots) + self.gradients.num_bytes
+        return sum(slot.numel() for slot in (*self.slots, *self.further_slots)) + self.gradients.num_bytes
 
     # ---- set-up
 
@@ -225,6 +226,7 @@ class VerticalStage3(ChunkedStage3):
             return
         with contextlib.ExitStack() as finally_:  # each of them, whatever the others raise; the last one first
             finally_.callback(_unlock, self.slots)
+            finally_.callback(_rest, self.further_slots)
             finally_.callback(self.kernel.close)
             finally_.callback(self.gradients.close)
             finally_.callback(self.pipeline.close)
@@ -237,6 +239,27 @@ def _unlock(slots: list[torch.Tensor]) -> None:
     with contextlib.ExitStack() as finally_:
         while slots:
             finally_.callback(pinned_memory.unlock_host_bytes, slots.pop())
+
+
+def _further_slots(num_bytes: int, each: int) -> list[torch.Tensor]:
+    """So many slots of `each` bytes as `num_bytes` hold, for state that is read before the norm; see [Note: further slots] in
+    `state_prefetch`. None, with a line in the log, where the system has no such memory."""
+    if not each or num_bytes < each:
+        return []
+    stride = -(-each // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        memory = pinned_memory.map_host_bytes(num_bytes // each * stride)
+    except OSError as error:
+        accelerator.log(f"ds_vertical: no state is read before the norm: {error}")
+        return []
+    return [memory.narrow(0, start, each) for start in range(0, memory.numel(), stride)]
+
+
+def _rest(slots: list[torch.Tensor]) -> None:
+    """Give their memory back, and forget them."""
+    for slot in slots:
+        host.rest_pages(slot.data_ptr(), slot.numel())
+    slots.clear()
 
 
 def own_kernel(adam: DeepSpeedCPUAdam, number: int = 1) -> CpuAdam:

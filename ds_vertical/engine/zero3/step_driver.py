@@ -14,7 +14,7 @@ finds in the phase all that it needs to know of the step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -133,7 +133,7 @@ class StepDriver(UnitReductions):
     def early_writes(self) -> Ticket | None:
         """The writes of early steps that are on their way to the second generation; None where there are none."""
         is_written = self.phase is StepPhase.EARLY and self._optimizer.timing.generations > 1
-        return Ticket("early writes", self._stepper.complete) if is_written else None
+        return Ticket("early writes", partial(self._stepper.complete, reads_on=True)) if is_written else None
 
     # ---- the norm
 
@@ -206,11 +206,11 @@ class StepDriver(UnitReductions):
         if self.backlog.units and self._stepper.torn:
             raise RuntimeError("steps taken in place have not come true: clipping or the loss scale were changed in mid-step")
 
-    def expect_step(self, unit: Unit, early: bool) -> None:
-        """The unit's step is the next one that will be issued: start reading its state. A hint."""
-        if early or unit in self.backlog.units:
-            share = "early" if early else self.backlog.share
-            self._stepper.expect(unit, self._optimizer.scheduled_chunks_of(unit), share)
+    def expect_steps(self, units: Sequence[Unit], share: StepShare | None) -> None:
+        """The steps of these units will be issued next, in this order: start reading their state. A hint. `share`: of each
+        unit, also before it is decided; None: what is due."""
+        for unit in units if share is not None else filter(self.backlog.units.__contains__, units):
+            self._stepper.expect(unit, self._optimizer.scheduled_chunks_of(unit), share or self.backlog.share)
 
     def step_unit(self, unit: Unit) -> Ticket | None:
         """Issue what is due of a unit: read state, CPU Adam, write state and parameters."""
