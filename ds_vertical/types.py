@@ -299,6 +299,7 @@ class RunSettings:
     on_nonfinite: Literal["skip", "stop"]
     gradient_host_share: float
     optimizer_host_share: float
+    optimizer_compression: bool
     keep_gradients: bool
     host_memory_bytes: int | None
     outside_layers: OutsideLayers
