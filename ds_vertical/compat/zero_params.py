@@ -58,11 +58,6 @@ def is_on_ssd(param: ZeroParam) -> bool:
     return is_zero_param(param) and param.ds_tensor.final_location == OffloadDeviceEnum.nvme
 
 
-def is_bf16_in_file(param: ZeroParam) -> bool:
-    """Whether the parameter's shard lives in a file, in bf16."""
-    return is_on_ssd(param) and param.dtype is torch.bfloat16
-
-
 def is_partitioned(param: ZeroParam) -> bool:
     """Whether only the shard of the parameter exists at present."""
     return param.ds_status == ZeroParamStatus.NOT_AVAILABLE

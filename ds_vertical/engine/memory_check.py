@@ -221,11 +221,16 @@ class Forecast:
         )
 
     def _compression_items(self) -> list[BudgetItem]:
-        """Low halves of the part that is being compressed, and a block's halves while they are compared."""
+        """Low halves of the part that is being compressed, a block's halves while they are compared, and the values of
+        parameters that rest in host memory, for both generations of the files."""
         if not self._resolved.optimizer_compression:
             return []
         largest = min(memory_budget.PART_ELEMENTS, max((c.numel for c in self.chunks), default=0))
-        return [BudgetItem(Tier.HOST, "masters being compressed", HALF_BYTES * (largest + 6 * BLOCK_ELEMENTS), _COMPRESSION)]
+        in_files = set(map(id, self._shards.in_files))
+        pairs = [pair for c in self.chunks if c.state_in_files for pair in zip(c.params, c.sizes, strict=True)]
+        kept = 2 * sum(size for param, size in pairs if id(param) not in in_files)
+        numel = largest + 6 * BLOCK_ELEMENTS + kept
+        return [BudgetItem(Tier.HOST, "masters being compressed", HALF_BYTES * numel, _COMPRESSION)]
 
     @property
     def _wide_bytes(self) -> int:

@@ -118,7 +118,7 @@ class Stepper:
         jobs = [self._job(unit, part, due, targets, early) for part in parts]
         if self.masters is not None:
             update, written = self._updates.unfinished.get(unit), self.generations.written
-            if self.masters.compress(zip(parts, jobs, strict=True), update, lambda part: written(part, early)):
+            if self.masters.compress(zip(parts, jobs, strict=True), update, targets, lambda part: written(part, early)):
                 self._updates.wait_writes(unit)
         ticket = self._pipeline.submit(f"step {unit}", jobs, lambda: self._updates.finish_update(unit))
         return ticket if self._overlap else Ticket(ticket.what, lambda: self._complete(unit)).after(ticket)

@@ -2,9 +2,10 @@
 
 [Note: compressed masters] Of a compressed part the file `low` has the low halves (`halves`, [Note: halves]), 2 bytes an element,
 in the place of the master's 4; each generation of the state's files has one. The high halves follow from the parameter's value,
-which a step in the backward finds in the memory of the layer just released; any other step reads it beside the state. Compressed
-are parts of which all parameters are in bf16 and in files. A step compresses what it writes; where exceptions are too many it
-writes whole masters.
+which a step in the backward finds in the memory of the layer just released; any other step reads it beside the state. Of
+parameters that rest in host memory, where other code may write them, the record keeps a copy of the value. Compressed are parts
+in bf16 of which most is in parameters on SSD. A step compresses what it writes; where exceptions are too many it writes whole
+masters.
 
 [Note: the record] What is compressed is a record in memory, never in a file: a run's files do not outlive it, and checkpoints
 hold whole masters. A record names the files in which the parameter's value is, with the checksums that the value had when the
@@ -47,12 +48,14 @@ class StaleRecordError(RuntimeError):
 
 
 class Value(NamedTuple):
-    """A parameter's value in a file: bytes [start, start + num_bytes), and their checksum."""
+    """A parameter's value in a file: bytes [start, start + num_bytes), and their checksum. `kept`: the value itself (bf16), of a
+    parameter that rests in host memory."""
 
     path: str
     start: int
     num_bytes: int
     digest: int
+    kept: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +69,22 @@ class CompressedMaster:
     @property
     def reads(self) -> list[Extent]:
         """What to read to have the values; `found_in` takes them out of that."""
-        return [_aligned(value) for value in self.values]
+        return [_aligned(value) for value in self.values if value.kept is None]
 
     def found_in(self, read: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The values in bf16, out of what was read."""
-        pairs = zip(self.values, self.reads, read, strict=True)
-        return [data.narrow(0, v.start - e.offset, v.num_bytes).view(torch.bfloat16) for v, e, data in pairs]
+        found, left = [], iter(zip(self.reads, read, strict=True))
+        for value in self.values:
+            if value.kept is None:
+                extent, data = next(left)
+                found.append(data.narrow(0, value.start - extent.offset, value.num_bytes).view(torch.bfloat16))
+            else:
+                found.append(value.kept)
+        return found
+
+    def beside_kept(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The values, those that the record keeps in the place of the others."""
+        return [data if value.kept is None else value.kept for value, data in zip(self.values, values, strict=True)]
 
     def checked(self, found: Sequence[torch.Tensor], queue: DiskQueue) -> Sequence[torch.Tensor]:
         """`found`, if these are the values; else those that the files have. Raises ChecksumError, DiskError."""
@@ -84,7 +97,7 @@ class CompressedMaster:
 
     def _odd(self, found: Sequence[torch.Tensor]) -> ChecksumError | None:
         for value, data in zip(self.values, found, strict=True):
-            if (digest := _digest(data)) != value.digest:
+            if value.kept is None and (digest := _digest(data)) != value.digest:
                 return ChecksumError(value.path, Piece(value.start, value.num_bytes, value.digest), digest)
         return None
 
@@ -129,16 +142,21 @@ class CompressedMasters:
         self._early = {}
 
     def compress(
-        self, steps: Iterable[tuple[Part, StepJob]], update: Update | None, generation: Callable[[Part], int]
+        self,
+        steps: Iterable[tuple[Part, StepJob]],
+        update: Update | None,
+        targets: Mapping[int, torch.Tensor],
+        generation: Callable[[Part], int],
     ) -> bool:
-        """Let these steps of one unit meet whole masters and write compressed ones. `update`: of their parameters; `generation`:
-        of the files that they write. Returns whether any of them reads a parameter's file."""
+        """Let these steps of one unit meet whole masters and write compressed ones. `update`: of their parameters on SSD;
+        `targets`: by id the memory for the new values of all; `generation`: of the files that they write. Returns whether any of
+        them reads a parameter's file."""
         reads = False
         for part, job in steps:
             if part in self._places and update is not None:
                 chunk, num_bytes = self._chunks[part.chunk], job.targets[0].num_bytes
                 low = self._low(chunk, part, generation(part), num_bytes)
-                reads |= _CompressedStep(self, part, low, job, _Target(chunk, part, update)).begin()
+                reads |= _CompressedStep(self, part, low, job, _Target(chunk, part, update, targets)).begin()
         return reads
 
     def _low(self, chunk: Chunk, part: Part, generation: int, num_bytes: int) -> Extent:
@@ -171,18 +189,22 @@ class _Target:
     """The memory and the files that take the new values of a part's parameters; where `recalled`, the memory has the values of
     before until a step fills it."""
 
-    def __init__(self, chunk: Chunk, part: Part, update: Update) -> None:
+    def __init__(self, chunk: Chunk, part: Part, update: Update, targets: Mapping[int, torch.Tensor]) -> None:
         shards: dict[int, Shard] = {id(piece.shard.param): piece.shard for piece in update.pieces}
-        found = [(shards[id(param)], in_shard, count) for param, in_shard, _, count in chunk.overlaps(part)]
-        self.recalled = update.recalled
-        self.values = [shard.view(update.buffer.data).narrow(0, first, count) for shard, first, count in found]
-        self._places = [(shard.target(update.early), first, count) for shard, first, count in found]
-        self.early = update.early
+        found = [(shards.get(id(param)), id(param), first, count) for param, first, _, count in chunk.overlaps(part)]
+        self.recalled, self.early = update.recalled, update.early
+        self.values = [targets[key].narrow(0, first, count) for _, key, first, count in found]
+        self._places = [(None if shard is None else shard.target(self.early), first) for shard, _, first, _ in found]
 
     def described(self) -> tuple[Value, ...]:
         """What is in the memory now, as it will be in the files."""
-        pairs = zip(self._places, self.values, strict=True)
-        return tuple(Value(path, HALF_BYTES * first, HALF_BYTES * n, _digest(data)) for (path, first, n), data in pairs)
+        described = []
+        for (path, first), data in zip(self._places, self.values, strict=True):
+            if path is None:
+                described.append(Value("", 0, 0, 0, data.clone()))
+            else:
+                described.append(Value(path, HALF_BYTES * first, HALF_BYTES * data.numel(), _digest(data)))
+        return tuple(described)
 
 
 class _CompressedStep:
@@ -216,7 +238,7 @@ class _CompressedStep:
         first_read = len(views) - self._num_reads
         values, views[first_read:] = views[first_read:], []
         if record is not None:
-            found = record.found_in(values) if self._num_reads else self._target.values
+            found = record.found_in(values) if self._num_reads else record.beside_kept(self._target.values)
             views[0] = _restored(record, record.checked(found, self._masters.queue), views[0], part)
         self._compute(views)
         self._masters.note(part, self._compressed(views), self._target.early)
@@ -249,10 +271,17 @@ def _places(chunk: Chunk) -> Iterator[tuple[Part, tuple[int, int]]]:
     """Of each part that may be compressed, offset and size of its low halves in their file."""
     offset = 0
     for part in chunk.parts("all") if chunk.low_files is not None else ():
-        if part.numel >= ALIGNMENT and all(zero_params.is_bf16_in_file(param) for param, *_ in chunk.overlaps(part)):
+        if part.numel >= ALIGNMENT and _is_compressible(chunk, part):
             size = _rounded_up(HALF_BYTES * part.numel, _PAGE_BYTES)
             yield part, (offset, size)
             offset += size
+
+
+def _is_compressible(chunk: Chunk, part: Part) -> bool:
+    """Whether the part is in bf16, and the half of it at least in parameters on SSD."""
+    found = [(param, count) for param, *_, count in chunk.overlaps(part)]
+    in_files = sum(count for param, count in found if zero_params.is_on_ssd(param))
+    return 2 * in_files >= part.numel and all(zero_params.shard_dtype(param) is torch.bfloat16 for param, _ in found)
 
 
 def low_file_bytes(numel: int, largest: int) -> int:
