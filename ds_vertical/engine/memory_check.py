@@ -164,6 +164,7 @@ class Forecast:
             slot_bytes=max(self._piece_bytes, default=0),
             suf=SufShape(elements[SUF], trained[SUF], files[SUF]) if SUF in units else None,
             apart=self._layers.outside.apart,
+            compressed=self._resolved.optimizer_compression,
         )
 
     @property

@@ -78,6 +78,7 @@ def facts_of(engine: Any, tokens: int) -> RunInfo:
         activations_on_ssd=engine.vertical.activations.shares[Tier.SSD],
         apart=engine.layers.outside.apart,
         file_elements={unit: sum(chunk.numel for chunk in members if chunk.files) for unit, members in chunks.items()},
+        compressed=engine.vertical.optimizer_compression,
     )
 
 

@@ -6,7 +6,8 @@ micro-batch, everything on SSD, bf16 parameters and fp32 Adam:
     stream              bytes
     parameters read     4P - 2P x handed over - kept layers (and what is outside) once
     gradients           4P out + 4P in of the share that waits on SSD
-    optimizer state     12P in + 12P out of the share that is in files
+    optimizer state     12P in + 12P out of the share that is in files; with compressed masters 10P out, and 10P in of what is
+                        stepped early
     parameters written  2P
     redo                12P in + 14P out of the share that was redone
     activations         (3L - 1)A in + 2LA out of each micro-batch on SSD
@@ -75,13 +76,15 @@ def vertical_traffic(
     handed_over: float = 0.0,
     waiting: float = 0.0,
     redone: float = 0.0,
+    early: float = 0.0,
 ) -> Traffic:
     """Layer-major order. `kept`: `kept_layers(window)`. Shares in [0, 1]: `handed_over` in memory
     by delayed steps; `waiting`: gradients that wait for their step, of which the placement's share goes to SSD; `redone`:
     steps taken again after wrong speculation (their gradients wait, and are written whether or not they are read again).
-    Of activations those of the micro-batches that the placement has on SSD count. Raises CostsError.
+    Of activations those of the micro-batches that the placement has on SSD count. `early`: of all elements those stepped early,
+    which only compressed masters ask for. Raises CostsError.
     """
-    for name, share in (("handed_over", handed_over), ("waiting", waiting), ("redone", redone)):
+    for name, share in (("handed_over", handed_over), ("waiting", waiting), ("redone", redone), ("early", early)):
         check_share(name, share)
     if kept < 0:
         raise CostsError(f"kept: got {kept!r}; write a number of layers, 0 or more")
@@ -94,15 +97,16 @@ def vertical_traffic(
     each = shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
     gradients = stepped * shape.gradient_bytes * (waiting * shape.in_files(TensorKind.GRADIENTS))
     in_files, steps = shape.in_files(TensorKind.STATE), 1.0 + redone  # what is redone has its state in files
-    state = stepped * shape.state_bytes * (in_files + redone if in_files else 0.0)
+    moved = stepped * (in_files + redone if in_files else 0.0)
+    recalled = stepped * min(early, in_files) * (shape.state_read(early=False) - shape.state_read(early=True))
     return Traffic(
         parameters_read=elements * each * fetches,
         gradients_read=gradients,
-        state_read=state,
+        state_read=moved * shape.state_read(early=False) - recalled,
         activations_read=activations * passes[0],
         parameters_written=stepped * each * steps,
         gradients_written=gradients,
-        state_written=state,
+        state_written=moved * shape.state_written,
         activations_written=activations * passes[1],
         kept_read=kept_on_ssd,
         kept_written=kept_on_ssd,
@@ -129,7 +133,7 @@ def traffic_of(costs: Sequence[Cost], shape: ModelShape) -> Traffic:
     for stage in (stage for cost in costs for job in cost for stage in job):
         moved[stage.lane, stage.purpose] = moved.get((stage.lane, stage.purpose), 0.0) + stage.num_bytes
     parameters = shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
-    state = shape.state_bytes * shape.in_files(TensorKind.STATE)
+    state = shape.state_written * shape.in_files(TensorKind.STATE)
     written = moved.get(("ssd_write", "state"), 0.0)
     share = parameters / (parameters + state) if written else 0.0
     return Traffic(

@@ -151,7 +151,7 @@ def ssd_items(shape: ModelShape, terms: BudgetTerms) -> tuple[BudgetItem, ...]:
 
 def _ssd(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     stepped, rank = (elements / shape.num_shards for elements in (shape.stepped_elements, shape.num_elements))
-    state = stepped * shape.state_bytes * shape.in_files(TensorKind.STATE)
+    state = stepped * shape.state_file_bytes * shape.in_files(TensorKind.STATE)
     yield _item(Tier.SSD, "optimizer state", state, "zero_optimization.offload_optimizer.device")
     weights = rank * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
     yield _item(Tier.SSD, "parameters", weights, "zero_optimization.offload_param.device")

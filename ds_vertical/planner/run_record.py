@@ -32,7 +32,7 @@ class RunInfo:
     `host_bytes`: of this rank's memory budget. `tokens` of a micro-batch of `sequences`; `threads` of the process that
     trained; `model` is the Hugging Face configuration (None: the model has none). `parameters_on_ssd`, ...: the
     shares that rest there, under the names of `types.SHARE_NAMES`. `file_elements`: of those that this rank steps, the ones
-    whose state is in files; empty in accounts of earlier versions.
+    whose state is in files; empty in accounts of earlier versions. `compressed`: whether their masters are.
     """
 
     elements: dict[Unit, int]
@@ -60,6 +60,7 @@ class RunInfo:
     activations_on_ssd: float = 0.0
     apart: tuple[Unit, ...] = ()
     file_elements: dict[Unit, int] = field(default_factory=dict[Unit, int])
+    compressed: bool = False
 
     @property
     def placement(self) -> Placement:
@@ -102,6 +103,7 @@ class RunInfo:
             suf=SufShape(self.elements[SUF], self.elements[SUF]) if SUF in self.elements else None,
             apart=self.apart,
             state_places=tuple((unit, count, self._stepped(unit) - count) for unit, count in self.file_elements.items()),
+            compressed=self.compressed,
         )
 
 
@@ -209,7 +211,7 @@ class Account:
         held = {event.part for event in schedule.events if event.op is Op.HOLD}
         waiting = 0.0 if not held else 1.0 if None in held else 1 - self.facts.early_share
         shape, count = self.shape(step, rates), schedule.num_micro_batches
-        return vertical_traffic(shape, count, kept=kept, handed_over=due, waiting=waiting, redone=redone)
+        return vertical_traffic(shape, count, kept=kept, handed_over=due, waiting=waiting, redone=redone, early=early)
 
 
 class AccountWriter:
