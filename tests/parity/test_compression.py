@@ -238,9 +238,13 @@ def test_a_parameters_file_that_somebody_changes_is_noticed(tmp_path: Path, dela
 def test_a_value_in_memory_that_somebody_changes_is_read_again(tmp_path: Path, stock: Callable[[str, float], Run]) -> None:
     """As in stock, what a hook writes into a gathered weight is gone with it; here the early step meets it, too."""
 
+    calls: list[int] = []
+
     def spoil(module: Any, *_: Any) -> None:
-        with torch.no_grad():
-            module.weight.data[0, 0] = 7.0
+        calls.append(0)
+        if len(calls) % 2 == 0:  # behind the step's last micro-batch
+            with torch.no_grad():
+                module.weight.data[0, 0] = 7.0
 
     def hooked() -> Any:
         model = mixer("bf16")
