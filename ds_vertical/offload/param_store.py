@@ -20,7 +20,7 @@ from ds_vertical.distributed.gather_queue import GatherQueue, UnitGather
 from ds_vertical.distributed.levels import Issued
 from ds_vertical.distributed.unit_levels import UnitLevels
 from ds_vertical.io.aio import DiskQueue
-from ds_vertical.io.buffers import BufferPool, HostBuffer, nothing_to_wait_for
+from ds_vertical.io.buffers import HostBuffer, nothing_to_wait_for
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload import param_shards

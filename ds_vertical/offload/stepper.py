@@ -174,7 +174,11 @@ class Stepper:
         if self.masters is None:
             return
         ids = None if params is None else set(map(id, params))
-        parts = [part for part in self.masters.parts if ids is None or ids & {id(p) for p, *_ in self.chunks[part.chunk].overlaps(part)}]
+        parts = [
+            part
+            for part in self.masters.parts
+            if ids is None or ids & {id(p) for p, *_ in self.chunks[part.chunk].overlaps(part)}
+        ]
         found = self.masters.whole_jobs(parts, lambda part: self.generations.source(part)[0])
         if found:
             self._write_beside("whole masters", [job for _, job in found.values()])

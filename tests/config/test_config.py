@@ -657,14 +657,20 @@ def test_gradients_wait_on_ssd_beside_the_state_and_are_not_kept_there(
     ("path", "value", "told"),
     [
         ("bf16", {"enabled": False}, "true with bf16.enabled false, and only a parameter in bf16 has the high half"),
-        ("zero_optimization.offload_optimizer", {"device": "cpu"}, 'offload_optimizer.device "cpu"; compressed are masters on SSD'),
+        (
+            "zero_optimization.offload_optimizer",
+            {"device": "cpu"},
+            'offload_optimizer.device "cpu"; compressed are masters on SSD',
+        ),
         ("zero_optimization.offload_param", {"device": "cpu"}, 'offload_param.device "cpu"; compressed are masters on SSD'),
         ("bf16", {"enabled": "auto"}, None),
     ],
 )
 def test_masters_are_compressed_beside_bf16_parameters_on_ssd(path: str, value: object, told: str | None) -> None:
     config = changed("bf16", {"enabled": True})
-    config["zero_optimization"] |= {name: {"device": "nvme", "nvme_path": "/ssd"} for name in ("offload_optimizer", "offload_param")}
+    config["zero_optimization"] |= {
+        name: {"device": "nvme", "nvme_path": "/ssd"} for name in ("offload_optimizer", "offload_param")
+    }
     assert not [line for line in check(config, VerticalConfig(optimizer_compression=True)) if "compression" in line]
     *above, last = path.split(".")
     (config[above[0]] if above else config)[last] = value
@@ -674,7 +680,9 @@ def test_masters_are_compressed_beside_bf16_parameters_on_ssd(path: str, value: 
         return
     with pytest.raises(ConfigError) as refused:
         check(config, VerticalConfig(optimizer_compression=True))
-    assert str(refused.value).startswith("vertical_schedule.optimizer_compression: got true with ") and told in str(refused.value)
+    assert str(refused.value).startswith("vertical_schedule.optimizer_compression: got true with ") and told in str(
+        refused.value
+    )
     assert str(refused.value).endswith('or "optimizer_compression": false')
 
 

@@ -171,7 +171,9 @@ def read_masters(engine: Any) -> None:
         assert torch.equal(safe_get_full_fp32_param(param).to(torch.bfloat16), safe_get_full_fp32_param(param).bfloat16())
 
 
-@pytest.mark.parametrize("act", [write_parameters, pytest.param(write_masters, marks=slow), pytest.param(read_masters, marks=slow)])
+@pytest.mark.parametrize(
+    "act", [write_parameters, pytest.param(write_masters, marks=slow), pytest.param(read_masters, marks=slow)]
+)
 @pytest.mark.parametrize("delay", [0.3, pytest.param(1.0, marks=slow)])
 def test_a_user_finds_and_writes_whole_masters(tmp_path: Path, act: Callable[[Any], None], delay: float) -> None:
     runs: list[Run] = []

@@ -167,7 +167,9 @@ class CompressedMasters:
 
     # ---- see [Note: made whole]
 
-    def whole_jobs(self, parts: Iterable[Part], whole: Callable[[Part], Extent]) -> dict[Part, tuple[CompressedMaster, StepJob]]:
+    def whole_jobs(
+        self, parts: Iterable[Part], whole: Callable[[Part], Extent]
+    ) -> dict[Part, tuple[CompressedMaster, StepJob]]:
         """For each of these parts that is compressed, its record, and what writes its masters to `whole`."""
         records = {part: record for part in parts if (record := self.of(part)) is not None}
         return {part: (record, self._whole_job(part, record, whole(part))) for part, record in records.items()}
