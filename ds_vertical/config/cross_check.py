@@ -180,8 +180,8 @@ def _compression_faults(config: Mapping[str, object], section: VerticalConfig) -
     enabled = [each.get("enabled") for each in half if isinstance(each, Mapping)]
     if not any(each == "auto" or _true(each) for each in enabled):
         faults.append(
-            f"{key} with bf16.enabled {_got(value_at(config, 'bf16.enabled'))}, and only a parameter in bf16 has the high half of"
-            ' its fp32 master; write "bf16": {"enabled": true}, or "optimizer_compression": false'
+            f"{key} with bf16.enabled {_got(value_at(config, 'bf16.enabled'))}, and only a parameter in bf16 has the high half"
+            ' of its fp32 master; write "bf16": {"enabled": true}, or "optimizer_compression": false'
         )
     for name, what in (("offload_optimizer", "masters"), ("offload_param", "their parameters")):
         device = value_at(config, f"{_ZERO}.{name}.device")

@@ -160,8 +160,8 @@ class VerticalConfig(BaseModel):
     """Share of optimizer state on nvme kept in host memory; null: chosen. Whole parameters, spread evenly over the layers.
     Their steps wait for the norm."""
     optimizer_compression: bool = False
-    """Store half of each fp32 master; its bf16 parameter has the rest. Same bits, 2 bytes a parameter fewer written and, of what
-    is stepped in the backward, read. One rank on the CPU, bf16, parameters and optimizer state on nvme."""
+    """Store half of each fp32 master; its bf16 parameter has the rest. Same bits, 2 bytes a parameter fewer written and,
+    of what is stepped in the backward, read. One rank on the CPU, bf16, parameters and optimizer state on nvme."""
     keep_gradients: bool = False
     """Keep the last step's gradients for safe_get_full_grad and safe_get_local_grad. They stay in host memory (4 bytes per
     parameter) until the next step sums new ones."""

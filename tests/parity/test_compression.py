@@ -35,10 +35,11 @@ def compressed(folder: Path, clip: float = 0.0, **section: Any) -> dict[str, Any
 
 
 def share_compressed(engine: Any) -> float:
-    """Of the parts on SSD, those whose masters are compressed now."""
-    stepper = engine.optimizer.stepper
-    every = [part for chunk in stepper.chunks if chunk.files is not None for part in chunk.parts("all")]
-    return len(stepper.masters.parts) / len(every)
+    """Of the layers' parts on SSD, those whose masters are compressed now. (What is outside them rests in host memory here.)"""
+    optimizer = engine.optimizer
+    chunks = [optimizer.stepper.chunks[i] for unit in engine.layers.units if unit != "pre" for i in optimizer.chunks_of(unit)]
+    every = {part for chunk in chunks if chunk.files is not None for part in chunk.parts("all")}
+    return len(every.intersection(optimizer.stepper.masters.parts)) / len(every)
 
 
 def train(made: dict[str, Any], between: Callable[[Any, int], None] = lambda *_: None) -> tuple[Run, list[float]]:
@@ -140,11 +141,15 @@ def test_a_step_moves_two_bytes_fewer(tmp_path: Path, delay: float, read: int, w
     with running(compressed(tmp_path, optimizer_delay=delay), BUILD, vertical=True) as (engine, _):
         for step in BATCHES[:2]:
             engine.train_batch(iter(step))
-        chunks = [chunk for chunk in engine.optimizer.stepper.chunks if chunk.files is not None]
-        elements = sum(chunk.numel for chunk in chunks)
+        optimizer = engine.optimizer
+        chunks = [(unit, optimizer.stepper.chunks[i]) for unit in engine.layers.units for i in optimizer.chunks_of(unit)]
+        in_layers, outside = (
+            sum(chunk.numel for unit, chunk in chunks if chunk.files is not None and (unit == "pre") is ends)
+            for ends in (False, True)
+        )
         moved = moved_bytes(engine, BATCHES[2])
-        assert share_compressed(engine) == 1.0
-        assert moved == pytest.approx((read * elements, written * elements), rel=0.01)
+        assert share_compressed(engine) == 1.0 and in_layers > 4 * outside
+        assert moved == pytest.approx((read * in_layers + 12 * outside, written * in_layers + 12 * outside), rel=0.01)
 
 
 # ---- whoever looks at the state, or writes it

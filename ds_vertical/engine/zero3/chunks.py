@@ -53,8 +53,8 @@ def refuse_compression(settings: RunSettings) -> None:
     where += [f"with {ranks.world_size()} ranks"] * (ranks.world_size() > 1)
     if where:
         raise ConfigError(
-            f"vertical_schedule.optimizer_compression: got true {' '.join(where)}; it works with one rank on the CPU so far; write"
-            " false"
+            f"vertical_schedule.optimizer_compression: got true {' '.join(where)}; it works with one rank on the CPU so far;"
+            " write false"
         )
 
 
