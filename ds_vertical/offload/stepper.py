@@ -256,8 +256,8 @@ def _leave(_: Sequence[torch.Tensor]) -> None:
 
 
 def bytes_read(chunks: Sequence[Chunk], gradients: Callable[[Part], Sequence[Extent]]) -> list[int]:
-    """Of each part that reads anything: the bytes of its state, of its gradient where that may wait on SSD, and of its parameters
-    where masters are compressed."""
+    """Of each part that reads anything: the bytes of its state, of its gradient where that may wait on SSD, and of its
+    parameters where masters are compressed."""
     parts = ((chunk, part) for chunk in chunks for part in chunk.parts("all"))
     read = ((chunk, part, (*chunk.extents(part), *gradients(part))) for chunk, part in parts)
     return [

@@ -428,8 +428,8 @@ class _Pricer:
         return beside + (self._piece(elements / count, state, waits),) * count
 
     def _piece(self, elements: float, state: tuple[float, float], waits: bool) -> Job:
-        """One piece's state in, as far as it is in files, and gradients that wait on SSD; Adam; state and parameters out. `state`:
-        its bytes in and out."""
+        """One piece's state in, as far as it is in files, and gradients that wait on SSD; Adam; state and parameters out.
+        `state`: its bytes in and out."""
         shape, lanes = self.shape, self.lanes
         gradients = elements * shape.gradient_bytes * shape.in_files(TensorKind.GRADIENTS) if waits else 0.0
         num_read, num_written = state

@@ -1,8 +1,8 @@
 """Which parts of the optimizer's state have their masters compressed on SSD, and what compresses and restores them.
 
-[Note: compressed masters] Of a compressed part the file `low` has the low halves (`halves`, [Note: halves]), 2 bytes an element,
-in the place of the master's 4; each generation of the state's files has one. The high halves follow from the parameter's value,
-which a step in the backward finds in the memory of the layer just released; any other step reads it beside the state. Of
+[Note: compressed masters] Of a compressed part the file `low` has the low halves (`halves`, [Note: halves]), 2 bytes an
+element in the place of the master's 4; each generation of the state's files has one. The high halves follow from the
+parameter's value, which a step in the backward finds in the memory of the layer just released; any other step reads it. Of
 parameters that rest in host memory, where other code may write them, the record keeps a copy of the value. Compressed are parts
 in bf16 of which most is in parameters on SSD. A step compresses what it writes; where exceptions are too many it writes whole
 masters.
@@ -13,7 +13,7 @@ part was compressed. A value with another checksum is never used: where the memo
 the file has another one the state is torn (ChecksumError). What an early step writes has a record of its own, which takes the
 other's place when the step counts, together with the generation of the files.
 
-[Note: made whole] Ahead of whatever reads or writes masters or parameters outside a step (saves, loads, users' calls), compressed
+[Note: made whole] Ahead of whatever uses masters or writes parameters outside a step (saves, loads, users' calls), compressed
 parts are made whole: the masters are written to their own file, which a compressed part does not use, and only once all of them
 are there the records are dropped, in one assignment. Whatever is cut before that leaves every part compressed, as it was.
 """
@@ -48,8 +48,8 @@ class StaleRecordError(RuntimeError):
 
 
 class Value(NamedTuple):
-    """A parameter's value in a file: bytes [start, start + num_bytes), and their checksum. `kept`: the value itself (bf16), of a
-    parameter that rests in host memory."""
+    """A parameter's value in a file: bytes [start, start + num_bytes), and their checksum. `kept`: the value itself (bf16), of
+    a parameter that rests in host memory."""
 
     path: str
     start: int
@@ -149,8 +149,8 @@ class CompressedMasters:
         generation: Callable[[Part], int],
     ) -> bool:
         """Let these steps of one unit meet whole masters and write compressed ones. `update`: of their parameters on SSD;
-        `targets`: by id the memory for the new values of all; `generation`: of the files that they write. Returns whether any of
-        them reads a parameter's file."""
+        `targets`: by id the memory for the new values of all; `generation`: of the files that they write. Returns whether any
+        of them reads a parameter's file."""
         reads = False
         for part, job in steps:
             if part in self._places and update is not None:
