@@ -13,9 +13,8 @@ import deepspeed
 import pytest
 import torch
 from cut_kinds import STEPS, make
-from cutting import Reference, Trials, chosen, recorded, reference_of
+from cutting import Cut, Reference, Site, Trials, chosen, recorded, reference_of
 from harness import contents, differing, dispose
-from test_cut_anywhere import cuts_in
 
 KIND = "compressed"
 
@@ -31,6 +30,11 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path]
     yield lambda own: Trials(own, partial(make, KIND), STEPS, reference(folder))
 
 
+def cuts_in(found: Counter[Site]) -> list[Cut]:
+    """Where steps and compressed masters are in charge."""
+    return chosen(Counter({s: n for s, n in found.items() if s.function.startswith(("Stepper.", "CompressedMasters."))}))
+
+
 def whole(engine: Any) -> None:
     engine.optimizer.flush_state()
 
@@ -41,7 +45,7 @@ def save(engine: Any, folder: Path) -> None:
 
 def test_an_interrupt_in_a_step_of_compressed_masters(tmp_path: Path, trials: Callable[[Path], Trials]) -> None:
     with trials(tmp_path) as each:
-        cuts = cuts_in(each.found, ("offload/masters/compressed.py", "offload/stepper.py"), ("CompressedMasters.", "Stepper."))
+        cuts = cuts_in(each.found)
         assert len(cuts) > 12, "the step compresses nothing"
         for cut in cuts[:: max(1, len(cuts) // 12)]:
             each.cut(cut)
@@ -55,8 +59,7 @@ def test_an_interrupt_while_masters_are_made_whole(tmp_path: Path, trials: Calla
         engine, _ = each.ready()
         with recorded() as found:
             action(engine)
-        named = {site: count for site, count in found.items() if site.function.startswith(("Stepper.", "CompressedMasters."))}
-        cuts = chosen(Counter(named))
+        cuts = cuts_in(found)
         assert len(cuts) > 12, "nothing is made whole"
         for cut in cuts[:: max(1, len(cuts) // (12 if act == "whole" else 5))]:
             each.cut(cut, action)
