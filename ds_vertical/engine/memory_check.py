@@ -214,24 +214,12 @@ class Forecast:
             BudgetItem(Tier.HOST, "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
             BudgetItem(Tier.HOST, "fp64 copy for a norm", copied, "(largest parameter)"),
             BudgetItem(Tier.HOST, "scaled gradient", scaled, "gradient_clipping"),
-            *self._compression_items(),
+            *_compression_items(self._shards, self._resolved),
             BudgetItem(Tier.HOST, "parameters that stay fp32", self._wide_bytes, "(their dtype)"),
             BudgetItem(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
             *_level_items(self._layers, self._resolved, self._param_bytes),
             *_acco_items(self._layers, self._resolved, self._param_bytes),
         )
-
-    def _compression_items(self) -> list[BudgetItem]:
-        """Low halves of the part that is being compressed, a block's halves while they are compared, and the values of
-        parameters that rest in host memory, for both generations of the files."""
-        if not self._resolved.optimizer_compression:
-            return []
-        largest = min(memory_budget.PART_ELEMENTS, max((c.numel for c in self.chunks), default=0))
-        in_files = set(map(id, self._shards.in_files))
-        pairs = [pair for c in self.chunks if c.state_in_files for pair in zip(c.params, c.sizes, strict=True)]
-        kept = 2 * sum(size for param, size in pairs if id(param) not in in_files)
-        numel = largest + 6 * BLOCK_ELEMENTS + kept
-        return [BudgetItem(Tier.HOST, "masters being compressed", HALF_BYTES * numel, _COMPRESSION)]
 
     @property
     def _wide_bytes(self) -> int:
@@ -286,6 +274,19 @@ class Forecast:
         ids = {id(param) for chunk in self.chunks for param in chunk.params}
         gradients = max(_made_at_once(self._layers, unit, ids) for unit in self._layers.units)
         return gradients * self._param_bytes + max(summed, max(map(zero_params.full_numel, params)) * self._param_bytes)
+
+
+def _compression_items(shards: PlannedShards, resolved: RunSettings) -> list[BudgetItem]:
+    """Low halves of the part that is being compressed, a block's halves while they are compared, and the values of parameters
+    that rest in host memory, for both generations of the files."""
+    if not resolved.optimizer_compression:
+        return []
+    largest = min(memory_budget.PART_ELEMENTS, max((chunk.numel for chunk in shards.chunks), default=0))
+    in_files = set(map(id, shards.in_files))
+    pairs = [pair for c in shards.chunks if c.state_in_files for pair in zip(c.params, c.sizes, strict=True)]
+    kept = 2 * sum(size for param, size in pairs if id(param) not in in_files)
+    numel = largest + 6 * BLOCK_ELEMENTS + kept
+    return [BudgetItem(Tier.HOST, "masters being compressed", HALF_BYTES * numel, _COMPRESSION)]
 
 
 def _made_at_once(layers: LayerMap, unit: Unit, stepped: Collection[int]) -> int:

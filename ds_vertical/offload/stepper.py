@@ -165,7 +165,7 @@ class Stepper:
             for p in parts
         ]
         if jobs:
-            self._write_beside("gather state", jobs)
+            _write_beside(self._pipeline, "gather state", jobs)
             self.generations.gathered()
 
     def make_whole(self, params: Sequence[nn.Parameter] | None = None) -> None:
@@ -181,17 +181,8 @@ class Stepper:
         ]
         found = self.masters.whole_jobs(parts, lambda part: self.generations.source(part)[0])
         if found:
-            self._write_beside("whole masters", [job for _, job in found.values()])
+            _write_beside(self._pipeline, "whole masters", [job for _, job in found.values()])
             self.masters.drop({part: record for part, (record, _) in found.items()})
-
-    def _write_beside(self, what: str, jobs: Sequence[StepJob]) -> None:
-        try:
-            self._pipeline.submit(what, jobs, lambda: None).wait()
-            self._pipeline.drain()
-        except BaseException:  # all state is where it was
-            self._pipeline.wait_idle()
-            self._pipeline.recover()
-            raise
 
     def _source(self, part: Part) -> list[Extent]:
         """Where a part's state is, as a step reads it."""
@@ -245,6 +236,17 @@ class Stepper:
         if self._scratch is None or self._scratch.numel() < gradient.numel():
             self._scratch = torch.empty_like(gradient)
         return torch.mul(gradient, factor, out=self._scratch.narrow(0, 0, gradient.numel()))
+
+
+def _write_beside(pipeline: StepPipeline, what: str, jobs: Sequence[StepJob]) -> None:
+    """Complete jobs that write beside what is current."""
+    try:
+        pipeline.submit(what, jobs, lambda: None).wait()
+        pipeline.drain()
+    except BaseException:  # all state is where it was
+        pipeline.wait_idle()
+        pipeline.recover()
+        raise
 
 
 def _what(unit: Unit, part: Part) -> str:

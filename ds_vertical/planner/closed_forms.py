@@ -31,7 +31,7 @@ from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.costs import Cost
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape, outside_elements
+from ds_vertical.planner.model_shape import ModelShape, outside_elements, state_read, state_written
 from ds_vertical.planner.network import LINKS, seconds_of
 from ds_vertical.types import IN_FILES, Placement, TensorKind, Tier, check_share
 
@@ -76,15 +76,14 @@ def vertical_traffic(
     handed_over: float = 0.0,
     waiting: float = 0.0,
     redone: float = 0.0,
-    early: float = 0.0,
 ) -> Traffic:
     """Layer-major order. `kept`: `kept_layers(window)`. Shares in [0, 1]: `handed_over` in memory
     by delayed steps; `waiting`: gradients that wait for their step, of which the placement's share goes to SSD; `redone`:
     steps taken again after wrong speculation (their gradients wait, and are written whether or not they are read again).
-    Of activations those of the micro-batches that the placement has on SSD count. `early`: of all elements those stepped early,
-    which only compressed masters ask for. Raises CostsError.
+    Of activations those of the micro-batches that the placement has on SSD count. Compressed masters are completed from SSD, as
+    behind the norm. Raises CostsError.
     """
-    for name, share in (("handed_over", handed_over), ("waiting", waiting), ("redone", redone), ("early", early)):
+    for name, share in (("handed_over", handed_over), ("waiting", waiting), ("redone", redone)):
         check_share(name, share)
     if kept < 0:
         raise CostsError(f"kept: got {kept!r}; write a number of layers, 0 or more")
@@ -98,15 +97,14 @@ def vertical_traffic(
     gradients = stepped * shape.gradient_bytes * (waiting * shape.in_files(TensorKind.GRADIENTS))
     in_files, steps = shape.in_files(TensorKind.STATE), 1.0 + redone  # what is redone has its state in files
     moved = stepped * (in_files + redone if in_files else 0.0)
-    recalled = stepped * min(early, in_files) * (shape.state_read(early=False) - shape.state_read(early=True))
     return Traffic(
         parameters_read=elements * each * fetches,
         gradients_read=gradients,
-        state_read=moved * shape.state_read(early=False) - recalled,
+        state_read=moved * state_read(shape, early=False),
         activations_read=activations * passes[0],
         parameters_written=stepped * each * steps,
         gradients_written=gradients,
-        state_written=moved * shape.state_written,
+        state_written=moved * state_written(shape),
         activations_written=activations * passes[1],
         kept_read=kept_on_ssd,
         kept_written=kept_on_ssd,
@@ -133,7 +131,7 @@ def traffic_of(costs: Sequence[Cost], shape: ModelShape) -> Traffic:
     for stage in (stage for cost in costs for job in cost for stage in job):
         moved[stage.lane, stage.purpose] = moved.get((stage.lane, stage.purpose), 0.0) + stage.num_bytes
     parameters = shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
-    state = shape.state_written * shape.in_files(TensorKind.STATE)
+    state = state_written(shape) * shape.in_files(TensorKind.STATE)
     written = moved.get(("ssd_write", "state"), 0.0)
     share = parameters / (parameters + state) if written else 0.0
     return Traffic(

@@ -22,7 +22,7 @@ from typing import Final, Literal
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape, state_elements
+from ds_vertical.planner.model_shape import ModelShape, state_elements, state_read, state_written
 from ds_vertical.planner.network import Hop, Network, seconds_of
 from ds_vertical.schedule.events import Event, Op
 from ds_vertical.schedule.levels import Arrival, arrivals
@@ -424,7 +424,7 @@ class _Pricer:
         moves = waits or shape.in_files(TensorKind.STATE) > 0 or shape.in_files(TensorKind.PARAMETERS) > 0
         count = math.ceil(elements / shape.part_elements) if shape.part_elements and moves else 1
         in_files = self.sizes.state_in_files(event)
-        state = in_files * shape.state_read(is_early(event)) / count, in_files * shape.state_written / count
+        state = in_files * state_read(shape, is_early(event)) / count, in_files * state_written(shape) / count
         return beside + (self._piece(elements / count, state, waits),) * count
 
     def _piece(self, elements: float, state: tuple[float, float], waits: bool) -> Job:

@@ -45,7 +45,7 @@ from typing import Any, Final
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.kept_activations import KeepMenu, KeptShare, PolicyPoint, buffer_bytes, num_cells, rounded, tier_shares
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape, outside_elements
+from ds_vertical.planner.model_shape import ModelShape, outside_elements, state_read, state_written
 from ds_vertical.planner.network import LINKS, seconds_of
 from ds_vertical.types import RESTING_PLACES, Placement, TensorKind, Tier, TierBytes, per_tier
 
@@ -343,13 +343,13 @@ def _state_bytes(case: LpProblem, sweep: str) -> float:
     """Of an element that is stepped, the bytes of state that are written in this sweep, and read but for `_beside_bytes`."""
     forward = case.delay if case.early else 1.0
     steps = forward if sweep == "forward_s" else 1 - forward
-    return steps * case.shape.state_written * case.shape.in_files(TensorKind.STATE)
+    return steps * state_written(case.shape) * case.shape.in_files(TensorKind.STATE)
 
 
 def _beside_bytes(case: LpProblem, sweep: str) -> float:
     """Of an element that is stepped, the bytes that this sweep reads beside those: what completes a compressed master."""
     shape, forward = case.shape, case.delay if case.early else 1.0
-    each = shape.state_read(early=False) - shape.state_written
+    each = state_read(shape, early=False) - state_written(shape)
     return forward * each * shape.in_files(TensorKind.STATE) if sweep == "forward_s" else 0.0
 
 

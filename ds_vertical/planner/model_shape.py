@@ -122,24 +122,10 @@ class ModelShape:
         return 0 if self.suf is None else self.suf.gradients
 
     @property
-    def state_written(self) -> int:
-        """Bytes of state in files that a step writes for each element."""
-        return self.state_bytes - _HALF_BYTES * self.compressed
-
-    def state_read(self, early: bool) -> int:
-        """Bytes that a step reads for each element whose state is in files, `early` or not."""
-        return self.state_written if early else self.state_bytes
-
-    @property
-    def state_file_bytes(self) -> int:
-        """Bytes of one generation of files of state for each element: compressed masters have files beside the whole ones'."""
-        return self.state_bytes + _HALF_BYTES * self.compressed
-
-    @property
     def second_bytes(self) -> float:
         """Bytes of a second generation of files for each element that is stepped: its state, and the parameter. What has its
         state in memory has none."""
-        each = self.state_file_bytes + self.param_bytes * self.in_files(TensorKind.PARAMETERS)
+        each = state_file_bytes(self) + self.param_bytes * self.in_files(TensorKind.PARAMETERS)
         return each * self.in_files(TensorKind.STATE)
 
     def in_files(self, kind: TensorKind) -> float:
@@ -188,6 +174,21 @@ def state_elements(shape: ModelShape, unit: Unit | None) -> tuple[float, float]:
             return in_files, in_memory
     in_files = shape.stepped(unit) * shape.in_files(TensorKind.STATE)
     return in_files, shape.stepped(unit) - in_files
+
+
+def state_written(shape: ModelShape) -> int:
+    """Bytes of state in files that a step writes for each element."""
+    return shape.state_bytes - _HALF_BYTES * shape.compressed
+
+
+def state_read(shape: ModelShape, early: bool) -> int:
+    """Bytes that a step reads for each element whose state is in files, `early` or not."""
+    return state_written(shape) if early else shape.state_bytes
+
+
+def state_file_bytes(shape: ModelShape) -> int:
+    """Bytes of one generation of files of state for each element: compressed masters have files beside the whole ones'."""
+    return shape.state_bytes + _HALF_BYTES * shape.compressed
 
 
 def outside_elements(shape: ModelShape) -> int:

@@ -14,9 +14,9 @@ from typing import Any, Final, Literal, Self
 
 from ds_vertical.planner.closed_forms import Traffic, kept_layers, vertical_traffic
 from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint
-from ds_vertical.planner.model_shape import ModelShape, SufShape
+from ds_vertical.planner.model_shape import ModelShape, SufShape, state_read
 from ds_vertical.schedule.events import DELAYED, Op, Schedule
-from ds_vertical.types import HOLDING, PRE, SHARE_NAMES, SUF, ActivationPolicy, Placement, Tier, Unit
+from ds_vertical.types import HOLDING, PRE, SHARE_NAMES, SUF, ActivationPolicy, Placement, TensorKind, Tier, Unit
 
 FILE_NAME = "account.jsonl"
 Share = Literal["delayed", "all"]
@@ -211,7 +211,10 @@ class Account:
         held = {event.part for event in schedule.events if event.op is Op.HOLD}
         waiting = 0.0 if not held else 1.0 if None in held else 1 - self.facts.early_share
         shape, count = self.shape(step, rates), schedule.num_micro_batches
-        return vertical_traffic(shape, count, kept=kept, handed_over=due, waiting=waiting, redone=redone, early=early)
+        found = vertical_traffic(shape, count, kept=kept, handed_over=due, waiting=waiting, redone=redone)
+        recalled = min(early, shape.in_files(TensorKind.STATE)) * shape.stepped_elements / shape.num_shards
+        less = state_read(shape, early=False) - state_read(shape, early=True)
+        return replace(found, state_read=found.state_read - recalled * less)
 
 
 class AccountWriter:
