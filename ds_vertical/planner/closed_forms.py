@@ -80,8 +80,7 @@ def vertical_traffic(
     """Layer-major order. `kept`: `kept_layers(window)`. Shares in [0, 1]: `handed_over` in memory
     by delayed steps; `waiting`: gradients that wait for their step, of which the placement's share goes to SSD; `redone`:
     steps taken again after wrong speculation (their gradients wait, and are written whether or not they are read again).
-    Of activations those of the micro-batches that the placement has on SSD count. Compressed masters are completed from SSD, as
-    behind the norm. Raises CostsError.
+    Of activations those of the micro-batches that the placement has on SSD count. Raises CostsError.
     """
     for name, share in (("handed_over", handed_over), ("waiting", waiting), ("redone", redone)):
         check_share(name, share)
