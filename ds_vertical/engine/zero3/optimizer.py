@@ -151,7 +151,7 @@ class VerticalStage3(ChunkedStage3):
         early = [chunk for index, chunk in enumerate(self.fp16_groups) if on_ssd(index)]  # state in memory is stepped late
         stepped = [param for chunk in early for param in chunk if zero_params.is_on_ssd(param)]
         shards = {zero_params.second_generation(f.path): f.num_bytes for f in map(zero_params.swap_file, stepped)}
-        one, both = (zero_optimizer.optimizer_files(self, n) | low_files(self, n) for n in (1, 2))
+        one, both = (zero_optimizer.optimizer_files(self, n) | low_file_sizes(self, n) for n in (1, 2))
         for path, num_bytes in both.items():
             stripes.spread_file(path, num_bytes)
         for path, num_bytes in shards.items():
@@ -236,7 +236,7 @@ class VerticalStage3(ChunkedStage3):
                 self.flush_state()
 
 
-def low_files(optimizer: ChunkedStage3, generations: int) -> dict[Path, int]:
+def low_file_sizes(optimizer: ChunkedStage3, generations: int) -> dict[Path, int]:
     """The files of compressed masters, with their sizes in bytes; none where masters stay whole."""
     chunks = range(len(optimizer.fp16_groups)) if optimizer.compresses else ()
     return {
