@@ -300,6 +300,7 @@ class RunSettings:
     gradient_host_share: float
     optimizer_host_share: float
     optimizer_read_ahead_bytes: int | None
+    optimizer_compression: bool
     keep_gradients: bool
     host_memory_bytes: int | None
     outside_layers: OutsideLayers

@@ -197,6 +197,12 @@ def state_files(
     return (master, first, second), beside
 
 
+def low_files(optimizer: DeepSpeedZeroOptimizer_Stage3, chunk: int) -> tuple[Path, Path]:
+    """The files of a chunk's compressed masters, of each generation, beside those of the masters."""
+    (master, *_), (beside, *_) = state_files(optimizer, chunk)
+    return master.with_name(f"low-{master.name}"), beside.with_name(f"low-{beside.name}")
+
+
 def chunk_numel(optimizer: DeepSpeedZeroOptimizer_Stage3, chunk: int) -> int:
     """This rank's elements of a chunk."""
     return optimizer.fp16_partitioned_groups_flat_numel[chunk]

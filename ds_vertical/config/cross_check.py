@@ -145,6 +145,7 @@ def check(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
             'to the next, which only the vertical order has; write "snake": false or "order": "vertical"'
         )
     faults += _state_faults(config, section)
+    faults += _compression_faults(config, section)
     faults += _gradient_faults(config, section)
     faults += _activation_faults(config, section)
     faults += _path_faults(config, section)
@@ -173,6 +174,29 @@ def _state_faults(config: Mapping[str, object], section: VerticalConfig) -> list
         for key, value, is_wrong, instead in found
         if is_wrong
     ]
+
+
+def _compression_faults(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
+    """Half a master is in a parameter where that is its rounding to bf16, and where both are in files."""
+    if not section.optimizer_compression:
+        return []
+    key = f"{SECTION}.optimizer_compression: got true"
+    faults = []
+    half = [config.get(name) for name in ("bf16", "bfloat16")]
+    enabled = [each.get("enabled") for each in half if isinstance(each, Mapping)]
+    if not any(each == "auto" or _true(each) for each in enabled):
+        faults.append(
+            f"{key} with bf16.enabled {_got(value_at(config, 'bf16.enabled'))}, and only a parameter in bf16 has the high half"
+            ' of its fp32 master; write "bf16": {"enabled": true}, or "optimizer_compression": false'
+        )
+    for name, what in (("offload_optimizer", "masters"), ("offload_param", "their parameters")):
+        device = value_at(config, f"{_ZERO}.{name}.device")
+        if device != OFFLOAD_DEVICES[Tier.SSD]:
+            faults.append(
+                f"{key} with {_ZERO}.{name}.device {_got(device)}; compressed are masters on SSD, beside parameters on SSD: no"
+                f' {what} are there; write "nvme", or "optimizer_compression": false'
+            )
+    return faults
 
 
 def _gradient_faults(config: Mapping[str, object], section: VerticalConfig) -> list[str]:

@@ -40,7 +40,7 @@ from ds_vertical.engine.memory_check import Forecast, check_memory, groups_of, h
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.signals import leave_on_sigterm
 from ds_vertical.engine.train_loop import TrainLoop
-from ds_vertical.engine.zero3.chunks import check_optimizer
+from ds_vertical.engine.zero3.chunks import check_optimizer, refuse_compression
 from ds_vertical.errors import ConfigError
 from ds_vertical.io import preflight
 from ds_vertical.io.files import check_length, make_run_private
@@ -199,6 +199,7 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
         check(raw, section)
         refuse_levels(resolved := resolve(section))
         refuse_acco(resolved, raw)
+        refuse_compression(resolved)
         if unclaimed_paths(raw):
             disk_check.check_before_the_model(raw)
         if section.enabled and accelerator.is_one_memory():
@@ -315,6 +316,7 @@ def _start_ranks(resolved: RunSettings, config: DeepSpeedJson) -> ElasticCounts 
     ranks.start_distributed()
     refuse_levels(resolved)
     refuse_acco(resolved, config)
+    refuse_compression(resolved)
     return open_elastic(resolved.elastic, num_micro_batches(config, ranks.world_size()))
 
 

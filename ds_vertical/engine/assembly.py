@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.offload.activation_store import ActivationStore
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts, SumPlace
 from ds_vertical.offload.kept_store import KeptStore
+from ds_vertical.offload.param_shards import ShardFiles
 from ds_vertical.offload.param_store import ParamSettings, ParamStore
 from ds_vertical.offload.tensor_swapper import MOVED_REMEDY, HostMemory, TensorSwapper
 from ds_vertical.planner.activation_tiers import activation_tiers
@@ -148,6 +149,16 @@ class StepKind(Protocol):
         ...
 
 
+def _before_write(params: Iterable[nn.Parameter], optimizer: VerticalStage3, files: ShardFiles) -> None:
+    """A user is about to write these parameters' files: their masters stand, as in stock. Raises RuntimeError within a step
+    where masters are compressed, StorageError, DiskError."""
+    params = list(params)
+    if optimizer.stepper.masters is not None:
+        optimizer.live.refuse_inside('a write of parameters with "vertical_schedule.optimizer_compression": true')
+        optimizer.stepper.make_whole(params)
+    files.note_writing(params)
+
+
 @dataclass(frozen=True)
 class Assembly:
     """Makes the parts of one engine, in the order of the methods. `optimizer`: DeepSpeed has set it up. `aio`: the JSON's
@@ -182,6 +193,7 @@ class Assembly:
             group=ranks.own_group("gathers"),
             overlap=self.vertical.overlap,
             levels=self.steps.open_levels(self.tracer),
+            recalls=self.vertical.optimizer_compression,
         )
         return ParamStore(self.layers.units, new_queue, new_queue(), settings)
 
@@ -197,7 +209,7 @@ class Assembly:
             )
         self.optimizer.start_pipeline(self._new_queue, params.updates, self.tracer, begin)
         every = [param for members in self.layers.units.values() for param in members]
-        written = params.files.note_writing, params.files.note_write
+        written = partial(_before_write, optimizer=self.optimizer, files=params.files), params.files.note_write
         zero_params.guard_parameters(every, self.optimizer.flush, params.gathers.settle, *written)
         # What stays on the device is there from the first pass on. Else a unit's first gather in it would have more parameters
         # than its second, and a rank that has failed between the two could not tell which of them the others are in.

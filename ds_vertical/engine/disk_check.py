@@ -243,6 +243,7 @@ def _queues(forecast: Forecast, resolved: RunSettings) -> list[float]:
     """Of each queue of asynchronous I/O, how many operations may be in it at a time: each has its file open."""
     shards = [forecast.files.num_files] * 2  # parameters read, written
     slots = forecast.terms.slots + forecast.terms.ahead
+    slots = math.inf if resolved.optimizer_compression else slots  # parts read files of many parameters, too
     parts = [slots * _READ_PER_PART, slots * (_READ_PER_PART - 1)]
     gradients = [math.inf] * (resolved.gradient_host_share < 1)
     settings = resolved.activations

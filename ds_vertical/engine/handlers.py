@@ -250,6 +250,7 @@ class _Pass:
         self._coming = arrivals(parts.schedule.events, levels=parts.schedule.copied is not None)
         self._spreading: dict[Unit, Ticket] = {}
         self._watch = parts.watch
+        self.recalled: Collection[Unit] = ()  # whose early step is to find their values
         self.micro_batches, self.params = parts.micro_batches, parts.params
         self.leave, self.replay = parts.leave, parts.replay
 
@@ -283,7 +284,8 @@ class _Pass:
     def release(self, event: Event) -> None:
         unit = _unit(event)
         coming = self._coming[unit]
-        self.params.release(unit, not isinstance(unit, int) and bool(coming) and not coming[0].from_copy)
+        is_fetched = not isinstance(unit, int) and bool(coming) and not coming[0].from_copy
+        self.params.release(unit, is_fetched or (unit in self.recalled and not coming))
         if self.leave():
             if self.replay is not None:
                 self.replay.leave()
@@ -360,6 +362,8 @@ class _Training(_WithBackward):
         self.activations, self.kept = stores
         self.optimizer = optimizer
         self._stepped: dict[Unit, Ticket] = {}  # delayed steps that make what a unit's fetch brings
+        if parts.params.recalls:
+            self.recalled = {_unit(event) for event in parts.schedule.events if event.op is Op.STEP and event.part == EARLY}
 
     def handlers(self) -> dict[Op, Handler]:
         stores = [store for store in (self.activations, self.kept) if store is not None]

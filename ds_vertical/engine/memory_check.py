@@ -27,6 +27,8 @@ from ds_vertical.model.kept.kinds import runs_others_code
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.offload.chunking import ALIGNMENT, FP32_BYTES, boundary, split_chunk
 from ds_vertical.offload.grad_accumulator import LARGE
+from ds_vertical.offload.masters.compressed import HALF_BYTES, low_file_bytes, value_bytes
+from ds_vertical.offload.masters.halves import BLOCK_ELEMENTS
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.memory_budget import STATE_SHARE, STATE_SHARES, BudgetItem, BudgetTerms
@@ -39,6 +41,7 @@ _LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, k
 _HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes somewhat more in one start than in another
 _MEASURED: Final = "(measured)"
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
+_COMPRESSION: Final = f"{SECTION}.optimizer_compression"
 _LEVELS: Final = "zero_optimization.zero_hpz_partition_size"
 
 
@@ -115,6 +118,8 @@ class Forecast:
         stepped, early = ({id(param) for chunk in some for param in chunk.params} for some in (self.chunks, chunks))
         parameters, second = (sum(self._shards.file_bytes(p) for p in in_files if id(p) in ids) for ids in (stepped, early))
         state = sum(_MOMENTS * self._shards.aligned(chunk.numel * FP32_BYTES) for chunk in chunks)
+        if self._resolved.optimizer_compression:
+            state += sum(low_file_bytes(chunk.numel, memory_budget.PART_ELEMENTS) for chunk in chunks)
         waiting = (1 - self._resolved.gradient_host_share) * sum(chunk.numel for chunk in self.chunks) * FP32_BYTES
         num_files = len(in_files) + _MOMENTS * len(chunks)
         resting = sum(chunk.numel for chunk in self.chunks if not chunk.state_in_files) if self.host_share else 0
@@ -160,6 +165,7 @@ class Forecast:
             slot_bytes=max(self._piece_bytes, default=0),
             suf=SufShape(elements[SUF], trained[SUF], files[SUF]) if SUF in units else None,
             apart=self._layers.outside.apart,
+            compressed=self._resolved.optimizer_compression,
         )
 
     @property
@@ -210,6 +216,7 @@ class Forecast:
             BudgetItem(Tier.HOST, "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
             BudgetItem(Tier.HOST, "fp64 copy for a norm", copied, "(largest parameter)"),
             BudgetItem(Tier.HOST, "scaled gradient", scaled, "gradient_clipping"),
+            *_compression_items(self._shards, self._resolved),
             BudgetItem(Tier.HOST, "parameters that stay fp32", self._wide_bytes, "(their dtype)"),
             BudgetItem(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
             *_level_items(self._layers, self._resolved, self._param_bytes),
@@ -255,7 +262,8 @@ class Forecast:
                 for part in parts:
                     numel = part.numel + padding * (part.start + part.numel == end)
                     recalled = numel if self._resolved.gradient_host_share < 1 else 0
-                    found.append(FP32_BYTES * (_MOMENTS * numel + recalled))
+                    beside = value_bytes(part.numel, len(chunk.params)) if self._resolved.optimizer_compression else 0
+                    found.append(FP32_BYTES * (_MOMENTS * numel + recalled) + beside)
         return found
 
     @property
@@ -268,6 +276,19 @@ class Forecast:
         ids = {id(param) for chunk in self.chunks for param in chunk.params}
         gradients = max(_made_at_once(self._layers, unit, ids) for unit in self._layers.units)
         return gradients * self._param_bytes + max(summed, max(map(zero_params.full_numel, params)) * self._param_bytes)
+
+
+def _compression_items(shards: PlannedShards, resolved: RunSettings) -> list[BudgetItem]:
+    """Low halves of the part that is being compressed, a block's halves while they are compared, and the values of parameters
+    that rest in host memory, for both generations of the files."""
+    if not resolved.optimizer_compression:
+        return []
+    largest = min(memory_budget.PART_ELEMENTS, max((chunk.numel for chunk in shards.chunks), default=0))
+    in_files = set(map(id, shards.in_files))
+    pairs = [pair for c in shards.chunks if c.state_in_files for pair in zip(c.params, c.sizes, strict=True)]
+    kept = 2 * sum(size for param, size in pairs if id(param) not in in_files)
+    numel = largest + 6 * BLOCK_ELEMENTS + kept
+    return [BudgetItem(Tier.HOST, "masters being compressed", HALF_BYTES * numel, _COMPRESSION)]
 
 
 def _made_at_once(layers: LayerMap, unit: Unit, stepped: Collection[int]) -> int:

@@ -79,6 +79,7 @@ def facts_of(engine: Any, tokens: int) -> RunInfo:
         apart=engine.layers.outside.apart,
         file_elements={unit: sum(chunk.numel for chunk in members if chunk.files) for unit, members in chunks.items()},
         ahead=len(optimizer.further_slots),
+        compressed=engine.vertical.optimizer_compression,
     )
 
 

@@ -43,11 +43,13 @@ class Extents:
 
 @dataclass(frozen=True)
 class Extent:
-    """A piece of a state file: `num_bytes` at `offset` are transferred, both multiples of the disk's alignment."""
+    """A piece of a state file: `num_bytes` at `offset` are transferred, both multiples of the disk's alignment. `spare`: bytes
+    behind them that a slot's memory leaves free."""
 
     path: Path
     offset: int
     num_bytes: int
+    spare: int = 0
 
     def overlaps(self, other: Extent) -> bool:
         """Whether some byte of the file lies in both."""

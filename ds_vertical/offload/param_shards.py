@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from ds_vertical.compat import pinned_memory, zero_params
 from ds_vertical.distributed.gather_queue import UnitGather
 from ds_vertical.io import files, streams
-from ds_vertical.io.aio import DiskQueue, Transfer
+from ds_vertical.io.aio import DiskQueue, Transfer, complete
 from ds_vertical.io.buffers import BufferPool, HostBuffer, nothing_to_wait_for
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.runs import stripes
@@ -265,11 +265,13 @@ class Copy:
 
 @dataclass(eq=False)
 class Update:
-    """New values of a unit in a host buffer, on their way to SSD and, unless `early`, to the unit's next fetch."""
+    """New values of a unit in a host buffer, on their way to SSD and, unless `early`, to the unit's next fetch. `recalled`: the
+    buffer has the values of before until the new ones come."""
 
     buffer: HostBuffer
     pieces: Sequence[ShardPiece]
     early: bool
+    recalled: bool = False
     finished: bool = False  # all values are there and their writes issued
     returned: bool = False  # the buffer is in its pool again
     writes: Sequence[Transfer] = ()
@@ -290,6 +292,154 @@ class Update:
         """Complete the writes, whatever comes of them: the values are needed no more. None of the caller's may be under way."""
         writer.give_up(self.writes)
         self.buffer.writes = [write for write in self.buffer.writes if write not in self.writes]
+
+
+class ParamUpdates:
+    """New values of units from the optimizer, on their way to files and to the units' next fetches.
+
+    `latest`: by unit, the new shards that no fetch has taken over yet. `take` gives a free buffer for a unit, `recall` the one
+    with its present values, if there is one.
+    """
+
+    def __init__(self, files: ShardFiles, buffers: UnitBuffers, writer: DiskQueue, take: Callable[[Unit], HostBuffer]) -> None:
+        self.latest: dict[Unit, Update] = {}
+        self.unfinished: dict[Unit, Update] = {}  # new shards that are not all there yet
+        self.recall: Callable[[Unit], HostBuffer | None] = lambda _: None
+        self._files = files
+        self._buffers = buffers
+        self._writer = writer
+        self._take = take
+        self._writes: dict[Unit, list[Transfer]] = {}
+        self._early: dict[Unit, list[Update]] = {}  # early updates, until commit or discard
+        self._copies: list[tuple[nn.Parameter, torch.Tensor, ElementRange]] = []  # early values of parameters in memory
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first write of new values that failed: their parameters are lost."""
+        return self._writer.write_error
+
+    def open_update(self, unit: Unit, ranges: Mapping[nn.Parameter, ElementRange], early: bool) -> dict[int, torch.Tensor]:
+        """Memory for the unit's new values, by id(param): each time the whole shard, of which `ranges` will be filled.
+
+        `early`: the values go to the other generation's files, or into copies, until `commit`. Otherwise they go where
+        the parameters rest, and the unit's next fetch takes them out of memory; so what does not change is read beside them.
+        """
+        in_memory = {param: zero_params.shard(param) for param in ranges if not zero_params.is_on_ssd(param)}
+        if early:
+            in_memory = {param: torch.empty_like(shard) for param, shard in in_memory.items()}
+            self._copies += [(param, copy, ranges[param]) for param, copy in in_memory.items()]
+        targets = {id(param): target for param, target in in_memory.items()}
+        changed = [shard for shard in self._files.by_unit[unit] if shard.param in ranges]
+        if changed:
+            recalled = self.recall(unit) if early else None
+            if recalled is not None:
+                recalled.wait_reads()
+                recalled.check_reads()
+            pieces = [ShardPiece.of(shard, ranges[shard.param]) for shard in changed]
+            update = Update(recalled or self._take(unit), pieces, early, recalled is not None)
+            targets |= {id(shard.param): shard.view(update.buffer.data) for shard in changed}
+            self.unfinished[unit] = update
+            self._files.versions[unit] += not early
+            if early:
+                self._early.setdefault(unit, []).append(update)
+            else:
+                self.latest[unit] = update
+                self._files.leave_all(update.pieces)
+                self._read_beside(unit, update)
+        return targets
+
+    def _read_beside(self, unit: Unit, update: Update) -> None:
+        """Read the bytes of the unit that an update leaves as they are."""
+        self.wait_writes(unit)
+        filled = {id(piece.shard): piece for piece in update.pieces}
+        for shard in self._files.by_unit[unit]:
+            piece = filled.get(id(shard))
+            for start, end in [(0, shard.num_bytes)] if piece is None else [(0, piece.start), (piece.end, shard.num_bytes)]:
+                if start < end:
+                    update.buffer.issue_read(shard.path, shard.start + start, end - start, start)
+
+    def finish_update(self, unit: Unit) -> None:
+        """Start writing the new values to their files. May be called on another thread than the rest."""
+        update = self.unfinished.pop(unit, None)
+        if update is None:
+            return
+        self._writes.setdefault(unit, []).extend(update.write(self._writer, self._files.checksums))
+        update.finished = True
+
+    def commit(self) -> None:
+        """Make the values of early updates the parameters' own. All of them must be finished."""
+        for update in (update for updates in self._early.values() for update in updates):
+            for piece in update.pieces:
+                shard = piece.shard
+                shard.generation = shard.other
+                self._files.versions[self._files.unit_of[id(shard.param)]] += 1
+                self._files.leave(shard)
+        for param, copy, (first, count) in self._copies:
+            zero_params.shard(param).narrow(0, first, count).copy_(copy.narrow(0, first, count))
+        self._close_early()
+
+    def discard(self) -> None:
+        """Forget the values of early updates, and what came of their writes."""
+        for unit, updates in self._early.items():
+            for update in updates:
+                update.give_up(self._writer)
+                self._writes[unit] = [write for write in self._writes.get(unit, ()) if write not in update.writes]
+        self._close_early()
+
+    def _close_early(self) -> None:
+        self._copies.clear()
+        for unit, updates in self._early.items():
+            for update in updates:
+                if not update.returned:
+                    self._buffers.pool(unit).put_back(update.buffer)
+        self._early.clear()
+
+    def complete_update(self, unit: Unit) -> None:
+        """Wait for all transfers of a unit's finished updates."""
+        self.wait_writes(unit)
+        if update := self.latest.get(unit):
+            update.buffer.wait_reads()
+
+    def close_updates(self) -> None:
+        """Wait until new values are in their files and put the buffers of those that no fetch has taken back."""
+        for unit in list(self._writes):
+            self.wait_writes(unit)
+        for unit in list(self.latest):
+            self._put_away(unit)
+
+    def make_room(self, pool: BufferPool) -> None:
+        """Where no buffer of the pool is free, give that of the oldest finished update back that no fetch has taken over."""
+        if not pool.num_free:
+            early = [update for u, updates in self._early.items() if self._buffers.pool(u) is pool for update in updates]
+            for update in [update for update in early if update.finished and not update.returned][:1]:
+                update.returned = True
+                pool.put_back(update.buffer)
+        if not pool.num_free:
+            unused: list[Unit] = [u for u, update in self.latest.items() if update.finished and self._buffers.pool(u) is pool]
+            for other in unused[:1]:
+                self._put_away(other)
+
+    def _put_away(self, unit: Unit) -> None:
+        self.wait_writes(unit)
+        update = self.latest.pop(unit)
+        update.buffer.wait_reads()
+        self._buffers.pool(unit).put_back(update.buffer)
+
+    def wait_writes(self, unit: Unit) -> None:
+        """Return when no write of the unit's files is under way."""
+        for write in self._writes.get(unit, ()):
+            write.wait()
+        self._writes.pop(unit, None)  # not before: an interrupted wait must not forget a write in flight
+
+    def complete_writes(self) -> None:
+        """Wait for all writes, whatever comes of them: a failure is `error`."""
+        for write in [write for writes in list(self._writes.values()) for write in writes]:
+            complete(write)
+
+    def taken_buffers(self) -> set[int]:
+        """The ids of the buffers with new values."""
+        updates = [*self.latest.values(), *(update for updates in self._early.values() for update in updates)]
+        return {id(update.buffer) for update in updates if not update.returned}
 
 
 class Landing:

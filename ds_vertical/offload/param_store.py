@@ -3,6 +3,7 @@
 [Note: versions] What is read ahead of its fetch may meanwhile become old: DeepSpeed or a load writes a parameter's file, or the
 optimizer makes new values. Each such event counts the unit's version up; a copy of an older version is dropped, and read again.
 A unit that is released and comes back in the same pass leaves such a copy, too, and is not read again: its buffer is its own.
+So does a unit whose early step is next, where masters are compressed: the new values take the place of the old ones.
 """
 
 from __future__ import annotations
@@ -18,155 +19,14 @@ from ds_vertical.compat import zero_params
 from ds_vertical.distributed.gather_queue import GatherQueue, UnitGather
 from ds_vertical.distributed.levels import Issued
 from ds_vertical.distributed.unit_levels import UnitLevels
-from ds_vertical.io.aio import DiskQueue, Transfer, complete
-from ds_vertical.io.buffers import BufferPool, HostBuffer, nothing_to_wait_for
+from ds_vertical.io.aio import DiskQueue
+from ds_vertical.io.buffers import HostBuffer, nothing_to_wait_for
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload import param_shards
-from ds_vertical.offload.param_shards import Copy, ElementRange, Resident, Shard, ShardFiles, ShardPiece, UnitBuffers, Update
+from ds_vertical.offload.param_shards import Copy, ParamUpdates, Resident, Shard, ShardFiles, UnitBuffers
 from ds_vertical.schedule.events import Unit
 from ds_vertical.schedule.levels import Arrival
-
-
-class ParamUpdates:
-    """New values of units from the optimizer, on their way to files and to the units' next fetches.
-
-    `latest`: by unit, the new shards that no fetch has taken over yet. `take` gives a free buffer for a unit.
-    """
-
-    def __init__(self, files: ShardFiles, buffers: UnitBuffers, writer: DiskQueue, take: Callable[[Unit], HostBuffer]) -> None:
-        self.latest: dict[Unit, Update] = {}
-        self._files = files
-        self._buffers = buffers
-        self._writer = writer
-        self._take = take
-        self._unwritten: dict[Unit, Update] = {}  # new shards that are not all there yet
-        self._writes: dict[Unit, list[Transfer]] = {}
-        self._early: dict[Unit, list[Update]] = {}  # early updates, until commit or discard
-        self._copies: list[tuple[nn.Parameter, torch.Tensor, ElementRange]] = []  # early values of parameters in memory
-
-    @property
-    def error(self) -> BaseException | None:
-        """The first write of new values that failed: their parameters are lost."""
-        return self._writer.write_error
-
-    def open_update(self, unit: Unit, ranges: Mapping[nn.Parameter, ElementRange], early: bool) -> dict[int, torch.Tensor]:
-        """Memory for the unit's new values, by id(param): each time the whole shard, of which `ranges` will be filled.
-
-        `early`: the values go to the other generation's files, or into copies, until `commit`. Otherwise they go where
-        the parameters rest, and the unit's next fetch takes them out of memory; so what does not change is read beside them.
-        """
-        in_memory = {param: zero_params.shard(param) for param in ranges if not zero_params.is_on_ssd(param)}
-        if early:
-            in_memory = {param: torch.empty_like(shard) for param, shard in in_memory.items()}
-            self._copies += [(param, copy, ranges[param]) for param, copy in in_memory.items()]
-        targets = {id(param): target for param, target in in_memory.items()}
-        changed = [shard for shard in self._files.by_unit[unit] if shard.param in ranges]
-        if changed:
-            update = Update(self._take(unit), [ShardPiece.of(shard, ranges[shard.param]) for shard in changed], early)
-            targets |= {id(shard.param): shard.view(update.buffer.data) for shard in changed}
-            self._unwritten[unit] = update
-            self._files.versions[unit] += not early
-            if early:
-                self._early.setdefault(unit, []).append(update)
-            else:
-                self.latest[unit] = update
-                self._files.leave_all(update.pieces)
-                self._read_beside(unit, update)
-        return targets
-
-    def _read_beside(self, unit: Unit, update: Update) -> None:
-        """Read the bytes of the unit that an update leaves as they are."""
-        self.wait_writes(unit)
-        filled = {id(piece.shard): piece for piece in update.pieces}
-        for shard in self._files.by_unit[unit]:
-            piece = filled.get(id(shard))
-            for start, end in [(0, shard.num_bytes)] if piece is None else [(0, piece.start), (piece.end, shard.num_bytes)]:
-                if start < end:
-                    update.buffer.issue_read(shard.path, shard.start + start, end - start, start)
-
-    def finish_update(self, unit: Unit) -> None:
-        """Start writing the new values to their files. May be called on another thread than the rest."""
-        update = self._unwritten.pop(unit, None)
-        if update is None:
-            return
-        self._writes.setdefault(unit, []).extend(update.write(self._writer, self._files.checksums))
-        update.finished = True
-
-    def commit(self) -> None:
-        """Make the values of early updates the parameters' own. All of them must be finished."""
-        for update in (update for updates in self._early.values() for update in updates):
-            for piece in update.pieces:
-                shard = piece.shard
-                shard.generation = shard.other
-                self._files.versions[self._files.unit_of[id(shard.param)]] += 1
-                self._files.leave(shard)
-        for param, copy, (first, count) in self._copies:
-            zero_params.shard(param).narrow(0, first, count).copy_(copy.narrow(0, first, count))
-        self._close_early()
-
-    def discard(self) -> None:
-        """Forget the values of early updates, and what came of their writes."""
-        for unit, updates in self._early.items():
-            for update in updates:
-                update.give_up(self._writer)
-                self._writes[unit] = [write for write in self._writes.get(unit, ()) if write not in update.writes]
-        self._close_early()
-
-    def _close_early(self) -> None:
-        self._copies.clear()
-        for unit, updates in self._early.items():
-            for update in updates:
-                if not update.returned:
-                    self._buffers.pool(unit).put_back(update.buffer)
-        self._early.clear()
-
-    def complete_update(self, unit: Unit) -> None:
-        """Wait for all transfers of a unit's finished updates."""
-        self.wait_writes(unit)
-        if update := self.latest.get(unit):
-            update.buffer.wait_reads()
-
-    def close_updates(self) -> None:
-        """Wait until new values are in their files and put the buffers of those that no fetch has taken back."""
-        for unit in list(self._writes):
-            self.wait_writes(unit)
-        for unit in list(self.latest):
-            self._put_away(unit)
-
-    def make_room(self, pool: BufferPool) -> None:
-        """Where no buffer of the pool is free, give that of the oldest finished update back that no fetch has taken over."""
-        if not pool.num_free:
-            early = [update for u, updates in self._early.items() if self._buffers.pool(u) is pool for update in updates]
-            for update in [update for update in early if update.finished and not update.returned][:1]:
-                update.returned = True
-                pool.put_back(update.buffer)
-        if not pool.num_free:
-            unused: list[Unit] = [u for u, update in self.latest.items() if update.finished and self._buffers.pool(u) is pool]
-            for other in unused[:1]:
-                self._put_away(other)
-
-    def _put_away(self, unit: Unit) -> None:
-        self.wait_writes(unit)
-        update = self.latest.pop(unit)
-        update.buffer.wait_reads()
-        self._buffers.pool(unit).put_back(update.buffer)
-
-    def wait_writes(self, unit: Unit) -> None:
-        """Return when no write of the unit's files is under way."""
-        for write in self._writes.get(unit, ()):
-            write.wait()
-        self._writes.pop(unit, None)  # not before: an interrupted wait must not forget a write in flight
-
-    def complete_writes(self) -> None:
-        """Wait for all writes, whatever comes of them: a failure is `error`."""
-        for write in [write for writes in list(self._writes.values()) for write in writes]:
-            complete(write)
-
-    def taken_buffers(self) -> set[int]:
-        """The ids of the buffers with new values."""
-        updates = [*self.latest.values(), *(update for updates in self._early.values() for update in updates)]
-        return {id(update.buffer) for update in updates if not update.returned}
 
 
 @dataclass(frozen=True)
@@ -176,7 +36,7 @@ class ParamSettings:
 
     `generations`: of each file; with one, early steps are written in place. `checksums`: those of the files. `group`: of the
     ranks, for gathers alone; None: there is one rank. `overlap`: where false, a gather is issued when it is waited for.
-    `levels`: gathers units over two levels; None: there is one.
+    `levels`: gathers units over two levels; None: there is one. `recalls`: early steps find the values of before in memory.
     """
 
     device: torch.device
@@ -187,6 +47,7 @@ class ParamSettings:
     group: ProcessGroup | None = None
     overlap: bool = True
     levels: UnitLevels | None = None
+    recalls: bool = False
 
 
 class ParamStore:
@@ -216,6 +77,9 @@ class ParamStore:
         self.units, self.writer = units, writer
         self.buffers = UnitBuffers(self.files, new_queue, settings.num_buffers)
         self.updates = ParamUpdates(self.files, self.buffers, writer, self._take)
+        self.recalls = settings.recalls
+        if self.recalls:
+            self.updates.recall = self._in_memory
         self.host_bytes, self.reads = self.buffers.num_bytes, self.buffers.reads
         self._group, self._levels = settings.group, settings.levels
         self.copies = None if settings.levels is None else StandingCopies(self, settings.levels)
@@ -351,8 +215,9 @@ class ParamStore:
         zero_params.partition(param for param in gathered if not zero_params.is_persistent(param))
 
     def release(self, unit: Unit, comes_back: bool = False) -> None:
-        """Give up the full parameters of a unit; its shards on SSD are unchanged. `comes_back`: a unit outside the layers
-        is fetched once more before its values change, and its buffer keeps them. See [Note: versions]."""
+        """Give up the full parameters of a unit; its shards on SSD are unchanged. `comes_back`: its values are needed once more
+        before they change (by a fetch of a unit outside the layers, or by its early step), and its buffer keeps them. See
+        [Note: versions]."""
         resident = self._resident[unit]
         if resident.gather is not None:
             self.gathers.forget(resident.gather)

@@ -38,7 +38,7 @@ class Chunk:
     memory when it is needed (loading a checkpoint moves it).
 
     `early`: the parts before the boundary, `delayed`: those from it on. `file_numel`: elements of a state file, the chunk's
-    rounded up to the disk's alignment.
+    rounded up to the disk's alignment. `low_files`: those of compressed masters, one per generation; None: masters stay whole.
     """
 
     params: Sequence[nn.Parameter]
@@ -49,6 +49,7 @@ class Chunk:
     file_numel: int
     files: tuple[Files, ...] | None
     resident: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None
+    low_files: tuple[Path, ...] | None = None
 
     @staticmethod
     def shares(index: int, sizes: Sequence[int], early_share: float, largest: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
@@ -117,10 +118,13 @@ class Generations:
         chunk = self._chunks[part.chunk]
         if chunk.files is None:
             return []
-        if early:
-            return chunk.extents(part, chunk.files[self._other(part.chunk)])
-        self._aside.pop(part, None)
-        return chunk.extents(part, chunk.files[self._bit(part)])
+        if not early:
+            self._aside.pop(part, None)
+        return chunk.extents(part, chunk.files[self.written(part, early)])
+
+    def written(self, part: Part, early: bool) -> int:
+        """The generation whose files a step of the part writes."""
+        return self._other(part.chunk) if early else self._bit(part)
 
     def step_early(self, indices: Iterable[int]) -> None:
         """Early steps of these chunks are under way until `commit` or `discard`."""

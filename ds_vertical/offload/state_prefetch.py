@@ -39,11 +39,11 @@ class Slot:
         self.beside = True
 
     def views(self, extents: Sequence[Extent]) -> list[torch.Tensor]:
-        """One 1-d uint8 tensor per extent, one after the other from the start of the memory."""
+        """One 1-d uint8 tensor per extent, one after the other from the start of the memory, each ahead of its spare bytes."""
         views, start = [], 0
         for extent in extents:
             views.append(self.data.narrow(0, start, extent.num_bytes))
-            start += extent.num_bytes
+            start += extent.num_bytes + extent.spare
         return views
 
     @property

@@ -15,6 +15,8 @@ from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload.chunking import Part
 from ds_vertical.offload.cpu_adam import AdamSettings, CpuAdam
 from ds_vertical.offload.grad_store import HeldGradients
+from ds_vertical.offload.masters.compressed import CompressedMasters, value_bytes
+from ds_vertical.offload.param_shards import Update
 from ds_vertical.offload.state_files import Chunk, Generations, StepShare
 from ds_vertical.offload.state_prefetch import PrefetchJob
 from ds_vertical.offload.step_pipeline import StepJob, StepPipeline
@@ -28,6 +30,15 @@ class Updates(Protocol):
         self, unit: Unit, ranges: Mapping[nn.Parameter, tuple[int, int]], early: bool
     ) -> Mapping[int, torch.Tensor]:
         """By id(param), the memory (1-d, the parameter's dtype) of its shard, of which `ranges` (first, count) is filled."""
+        ...
+
+    @property
+    def unfinished(self) -> Mapping[Unit, Update]:
+        """Updates of parameters on SSD that are open, by unit."""
+        ...
+
+    def wait_writes(self, unit: Unit) -> None:
+        """Return when no write of the unit's files is under way."""
         ...
 
     def finish_update(self, unit: Unit) -> None:
@@ -67,7 +78,7 @@ class PendingStep:
 
 class Stepper:
     """Turns the step of a unit into jobs of the pipeline. See [Note: generations]. `checksums`: those of the state's files.
-    `overlap`: where false, a step waits for its transfers, too."""
+    `overlap`: where false, a step waits for its transfers, too. `masters`: which are compressed; None: none ever is."""
 
     def __init__(
         self,
@@ -80,6 +91,8 @@ class Stepper:
     ) -> None:
         self.chunks = chunks
         self.generations = Generations(chunks, checksums)
+        compresses = any(chunk.low_files for chunk in chunks)
+        self.masters = CompressedMasters(chunks, pipeline.reader) if compresses else None
         self.kernel = kernel
         self._pipeline = pipeline
         self._updates = updates
@@ -103,6 +116,10 @@ class Stepper:
         if early:
             self.generations.step_early(part.chunk for part in parts)
         jobs = [self._job(unit, part, due, targets, early) for part in parts]
+        if self.masters is not None:
+            update, written = self._updates.unfinished.get(unit), self.generations.written
+            if self.masters.compress(zip(parts, jobs, strict=True), update, targets, lambda part: written(part, early)):
+                self._updates.wait_writes(unit)
         ticket = self._pipeline.submit(f"step {unit}", jobs, lambda: self._updates.finish_update(unit))
         return ticket if self._overlap else Ticket(ticket.what, lambda: self._complete(unit)).after(ticket)
 
@@ -119,7 +136,7 @@ class Stepper:
     def expect(self, unit: Unit, indices: Sequence[int], share: StepShare) -> None:
         """The unit's `step` comes behind those that are expected: start reading its state where there is room."""
         parts = [part for index in indices for part in self.chunks[index].parts(share)]
-        self._pipeline.expect([PrefetchJob(_what(unit, part), self.generations.source(part)) for part in parts])
+        self._pipeline.expect([PrefetchJob(_what(unit, part), self._source(part)) for part in parts])
 
     @property
     def torn(self) -> bool:
@@ -129,29 +146,51 @@ class Stepper:
     def commit(self) -> None:
         """Make the early steps count. All of them must have been waited for."""
         self.generations.commit()
+        if self.masters is not None:
+            self.masters.commit()
         self._updates.commit()
 
     def discard(self) -> None:
         """Let the early steps not have been, or know that the state is torn. None may be in flight."""
         self.generations.discard()
+        if self.masters is not None:
+            self.masters.discard()
         self._updates.discard()
 
     def gather_state(self) -> None:
         """Bring all state into generation 0, where DeepSpeed looks for it. Nothing may be in flight."""
+        self.make_whole()
         parts = self.generations.away()
         jobs = [
             StepJob("copy state", self.generations.source(p), _leave, self.chunks[p.chunk].extents(p), beside=True)
             for p in parts
         ]
         if jobs:
-            try:
-                self._pipeline.submit("gather state", jobs, lambda: None).wait()
-                self._pipeline.drain()
-            except BaseException:  # all state is where it was
-                self._pipeline.wait_idle()
-                self._pipeline.recover()
-                raise
+            _write_beside(self._pipeline, "gather state", jobs)
             self.generations.gathered()
+
+    def make_whole(self, params: Sequence[nn.Parameter] | None = None) -> None:
+        """Have the masters in files of their own, those of all parts, or of parts that have any of `params`. Nothing may be in
+        flight. See `masters.compressed`, [Note: made whole]."""
+        if self.masters is None:
+            return
+        ids = None if params is None else set(map(id, params))
+        parts = [
+            part
+            for part in self.masters.parts
+            if ids is None or ids & {id(p) for p, *_ in self.chunks[part.chunk].overlaps(part)}
+        ]
+        found = self.masters.whole_jobs(parts, lambda part: self.generations.source(part)[0])
+        if found:
+            _write_beside(self._pipeline, "whole masters", [job for _, job in found.values()])
+            self.masters.drop({part: record for part, (record, _) in found.items()})
+
+    def _source(self, part: Part) -> list[Extent]:
+        """Where a part's state is, as a step reads it."""
+        source = self.generations.source(part)
+        if self.masters is not None and (record := self.masters.of(part)) is not None:
+            source[0] = record.low
+        return source
 
     def _ranges(self, parts: Sequence[Part]) -> dict[nn.Parameter, tuple[int, int]]:
         ranges: dict[nn.Parameter, tuple[int, int]] = {}
@@ -171,7 +210,7 @@ class Stepper:
                 self._compute(part, due, pieces, gradient, targets)
             due.gradients.finish(part, "early step" if early else "step")
 
-        source, beside = self.generations.source(part), early and self.chunks[part.chunk].num_generations > 1
+        source, beside = self._source(part), early and self.chunks[part.chunk].num_generations > 1
         return StepJob(_what(unit, part), source, compute, self.generations.target(part, early), inputs, beside)
 
     def _compute(
@@ -200,6 +239,17 @@ class Stepper:
         return torch.mul(gradient, factor, out=self._scratch.narrow(0, 0, gradient.numel()))
 
 
+def _write_beside(pipeline: StepPipeline, what: str, jobs: Sequence[StepJob]) -> None:
+    """Complete jobs that write beside what is current."""
+    try:
+        pipeline.submit(what, jobs, lambda: None).wait()
+        pipeline.drain()
+    except BaseException:  # all state is where it was
+        pipeline.wait_idle()
+        pipeline.recover()
+        raise
+
+
 def _what(unit: Unit, part: Part) -> str:
     return f"step {unit}, chunk {part.chunk} from {part.start}"
 
@@ -209,7 +259,12 @@ def _leave(_: Sequence[torch.Tensor]) -> None:
 
 
 def bytes_read(chunks: Sequence[Chunk], gradients: Callable[[Part], Sequence[Extent]]) -> list[int]:
-    """Of each part that reads anything: the bytes of its state, and of its gradient where that may wait on SSD."""
+    """Of each part that reads anything: the bytes of its state, of its gradient where that may wait on SSD, and of its
+    parameters where masters are compressed."""
     parts = ((chunk, part) for chunk in chunks for part in chunk.parts("all"))
-    read = ((*chunk.extents(part), *gradients(part)) for chunk, part in parts)
-    return [sum(extent.num_bytes for extent in extents) for extents in read if extents]
+    read = ((chunk, part, (*chunk.extents(part), *gradients(part))) for chunk, part in parts)
+    return [
+        sum(extent.num_bytes for extent in extents) + (value_bytes(part.numel, len(chunk.params)) if chunk.low_files else 0)
+        for chunk, part, extents in read
+        if extents
+    ]

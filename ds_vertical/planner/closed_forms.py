@@ -6,7 +6,8 @@ micro-batch, everything on SSD, bf16 parameters and fp32 Adam:
     stream              bytes
     parameters read     4P - 2P x handed over - kept layers (and what is outside) once
     gradients           4P out + 4P in of the share that waits on SSD
-    optimizer state     12P in + 12P out of the share that is in files
+    optimizer state     12P in + 12P out of the share that is in files; with compressed masters 10P out, and 10P in of what is
+                        stepped early
     parameters written  2P
     redo                12P in + 14P out of the share that was redone
     activations         (3L - 1)A in + 2LA out of each micro-batch on SSD
@@ -30,7 +31,7 @@ from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.costs import Cost
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape, outside_elements
+from ds_vertical.planner.model_shape import ModelShape, outside_elements, state_read, state_written
 from ds_vertical.planner.network import LINKS, seconds_of
 from ds_vertical.types import IN_FILES, Placement, TensorKind, Tier, check_share
 
@@ -94,15 +95,15 @@ def vertical_traffic(
     each = shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
     gradients = stepped * shape.gradient_bytes * (waiting * shape.in_files(TensorKind.GRADIENTS))
     in_files, steps = shape.in_files(TensorKind.STATE), 1.0 + redone  # what is redone has its state in files
-    state = stepped * shape.state_bytes * (in_files + redone if in_files else 0.0)
+    moved = stepped * (in_files + redone if in_files else 0.0)
     return Traffic(
         parameters_read=elements * each * fetches,
         gradients_read=gradients,
-        state_read=state,
+        state_read=moved * state_read(shape, early=False),
         activations_read=activations * passes[0],
         parameters_written=stepped * each * steps,
         gradients_written=gradients,
-        state_written=state,
+        state_written=moved * state_written(shape),
         activations_written=activations * passes[1],
         kept_read=kept_on_ssd,
         kept_written=kept_on_ssd,
@@ -129,7 +130,7 @@ def traffic_of(costs: Sequence[Cost], shape: ModelShape) -> Traffic:
     for stage in (stage for cost in costs for job in cost for stage in job):
         moved[stage.lane, stage.purpose] = moved.get((stage.lane, stage.purpose), 0.0) + stage.num_bytes
     parameters = shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
-    state = shape.state_bytes * shape.in_files(TensorKind.STATE)
+    state = state_written(shape) * shape.in_files(TensorKind.STATE)
     written = moved.get(("ssd_write", "state"), 0.0)
     share = parameters / (parameters + state) if written else 0.0
     return Traffic(

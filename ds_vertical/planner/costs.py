@@ -22,7 +22,7 @@ from typing import Final, Literal
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape, state_elements
+from ds_vertical.planner.model_shape import ModelShape, state_elements, state_read, state_written
 from ds_vertical.planner.network import Hop, Network, seconds_of
 from ds_vertical.schedule.events import Event, Op
 from ds_vertical.schedule.levels import Arrival, arrivals
@@ -424,18 +424,20 @@ class _Pricer:
         moves = waits or shape.in_files(TensorKind.STATE) > 0 or shape.in_files(TensorKind.PARAMETERS) > 0
         count = math.ceil(elements / shape.part_elements) if shape.part_elements and moves else 1
         in_files = self.sizes.state_in_files(event)
-        return beside + (self._piece(elements / count, in_files / count, waits),) * count
+        state = in_files * state_read(shape, is_early(event)) / count, in_files * state_written(shape) / count
+        return beside + (self._piece(elements / count, state, waits),) * count
 
-    def _piece(self, elements: float, in_files: float, waits: bool) -> Job:
-        """One piece's state in, as far as it is in files, and gradients that wait on SSD; Adam; state and parameters out."""
+    def _piece(self, elements: float, state: tuple[float, float], waits: bool) -> Job:
+        """One piece's state in, as far as it is in files, and gradients that wait on SSD; Adam; state and parameters out.
+        `state`: its bytes in and out."""
         shape, lanes = self.shape, self.lanes
         gradients = elements * shape.gradient_bytes * shape.in_files(TensorKind.GRADIENTS) if waits else 0.0
-        state_bytes = in_files * shape.state_bytes
-        num_written = state_bytes + elements * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
-        state = lanes.ssd("ssd_read", "state", state_bytes)
+        num_read, num_written = state
+        num_written += elements * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
+        read = lanes.ssd("ssd_read", "state", num_read)
         adam = Stage("adam", "compute", lanes.machine.adam_s(elements, num_written))
         written = lanes.ssd("ssd_write", "state", num_written)
-        return (*state, *lanes.ssd("ssd_read", "gradients", gradients), adam, *written)
+        return (*read, *lanes.ssd("ssd_read", "gradients", gradients), adam, *written)
 
 
 def _cost(job: Job) -> Cost:

@@ -45,7 +45,7 @@ from typing import Any, Final
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.kept_activations import KeepMenu, KeptShare, PolicyPoint, buffer_bytes, num_cells, rounded, tier_shares
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape, outside_elements
+from ds_vertical.planner.model_shape import ModelShape, outside_elements, state_read, state_written
 from ds_vertical.planner.network import LINKS, seconds_of
 from ds_vertical.types import RESTING_PLACES, Placement, TensorKind, Tier, TierBytes, per_tier
 
@@ -340,10 +340,17 @@ def _share(case: LpProblem, sweep: str) -> float:
 
 
 def _state_bytes(case: LpProblem, sweep: str) -> float:
-    """Of an element that is stepped, the bytes of state that are read and written in this sweep."""
+    """Of an element that is stepped, the bytes of state that are written in this sweep, and read but for `_beside_bytes`."""
     forward = case.delay if case.early else 1.0
     steps = forward if sweep == "forward_s" else 1 - forward
-    return steps * case.shape.state_bytes * case.shape.in_files(TensorKind.STATE)
+    return steps * state_written(case.shape) * case.shape.in_files(TensorKind.STATE)
+
+
+def _beside_bytes(case: LpProblem, sweep: str) -> float:
+    """Of an element that is stepped, the bytes that this sweep reads beside those: what completes a compressed master."""
+    shape, forward = case.shape, case.delay if case.early else 1.0
+    each = state_read(shape, early=False) - state_written(shape)
+    return forward * each * shape.in_files(TensorKind.STATE) if sweep == "forward_s" else 0.0
 
 
 def _copy_rows(case: LpProblem, sweep: str) -> Iterator[Constraint]:
@@ -406,7 +413,7 @@ def _read_write(case: LpProblem, sweep: str) -> tuple[Row, Row]:
     copied = shape.network.copy_share if shape.network is not None and shape.network.levels else 0.0
     fetched = parameters * (1 - case.forward_share if forward else (1 - _staying(case)) * (1 - copied))
     read = {
-        "": fetched + state,
+        "": fetched + state + stepped * _beside_bytes(case, sweep),
         "parameters_in_host": -fetched,
         "activations_on_ssd": activations * (1.0 if forward else 2.0),
         "gradients_on_ssd": waiting * gradients if forward else 0.0,

@@ -36,7 +36,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ds_vertical.errors import MemoryBudgetError
-from ds_vertical.planner.model_shape import ModelShape, state_elements, suf_files
+from ds_vertical.planner.model_shape import ModelShape, state_elements, state_file_bytes, suf_files
 from ds_vertical.schedule.events import LEAD, MAX_STEPS
 from ds_vertical.types import NORM_COPIED, NORM_ELEMENTS, PRE, SUF, TensorKind, Tier, TierBytes, Unit
 
@@ -164,7 +164,7 @@ def ssd_items(shape: ModelShape, terms: BudgetTerms) -> tuple[BudgetItem, ...]:
 
 def _ssd(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     stepped, rank = (elements / shape.num_shards for elements in (shape.stepped_elements, shape.num_elements))
-    state = stepped * shape.state_bytes * shape.in_files(TensorKind.STATE)
+    state = stepped * state_file_bytes(shape) * shape.in_files(TensorKind.STATE)
     yield _item(Tier.SSD, "optimizer state", state, "zero_optimization.offload_optimizer.device")
     weights = rank * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
     yield _item(Tier.SSD, "parameters", weights, "zero_optimization.offload_param.device")

@@ -14,6 +14,7 @@ from ds_vertical.schedule.events import Outside
 from ds_vertical.types import PRE, SUF, ActivationPolicy, Placement, TensorKind, Unit, check_number, refuse
 
 REPLAY_S: Final = 10e-6  # of the host, for an operation that a recompute with left-out operations runs (assumed)
+_HALF_BYTES: Final = 2  # of a master: its low half, or the bf16 parameter that has the other one
 DTYPE_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -43,7 +44,8 @@ class ModelShape:
     placement, elements and `part_elements` say). `kept`: what forwards keep for backwards (null: nothing). `suf`: the unit of
     what the suffix alone uses (null: that belongs to `pre`); `apart`: the units outside the layers that are away where other
     code runs, see `Outside`. `network`: how the ranks lie on nodes (null: collectives take no time). `state_places`: of units
-    with other shares than the placement's, the elements whose state this rank has in files and in memory. Raises CostsError.
+    with other shares than the placement's, the elements whose state this rank has in files and in memory. `compressed`: of each
+    master in files the low half is read and written; any step but an early one reads the parameter, too. Raises CostsError.
     """
 
     pre_elements: int
@@ -72,6 +74,7 @@ class ModelShape:
     apart: tuple[Unit, ...] = ()
     network: Network | None = None
     state_places: tuple[tuple[Unit, float, float], ...] = ()
+    compressed: bool = False
 
     def __post_init__(self) -> None:
         if not self.layer_elements:
@@ -122,7 +125,7 @@ class ModelShape:
     def second_bytes(self) -> float:
         """Bytes of a second generation of files for each element that is stepped: its state, and the parameter. What has its
         state in memory has none."""
-        each = self.state_bytes + self.param_bytes * self.in_files(TensorKind.PARAMETERS)
+        each = state_file_bytes(self) + self.param_bytes * self.in_files(TensorKind.PARAMETERS)
         return each * self.in_files(TensorKind.STATE)
 
     def in_files(self, kind: TensorKind) -> float:
@@ -171,6 +174,21 @@ def state_elements(shape: ModelShape, unit: Unit | None) -> tuple[float, float]:
             return in_files, in_memory
     in_files = shape.stepped(unit) * shape.in_files(TensorKind.STATE)
     return in_files, shape.stepped(unit) - in_files
+
+
+def state_written(shape: ModelShape) -> int:
+    """Bytes of state in files that a step writes for each element."""
+    return shape.state_bytes - _HALF_BYTES * shape.compressed
+
+
+def state_read(shape: ModelShape, early: bool) -> int:
+    """Bytes that a step reads for each element whose state is in files, `early` or not."""
+    return state_written(shape) if early else shape.state_bytes
+
+
+def state_file_bytes(shape: ModelShape) -> int:
+    """Bytes of one generation of files of state for each element: compressed masters have files beside the whole ones'."""
+    return shape.state_bytes + _HALF_BYTES * shape.compressed
 
 
 def outside_elements(shape: ModelShape) -> int:

@@ -14,9 +14,9 @@ from typing import Any, Final, Literal, Self
 
 from ds_vertical.planner.closed_forms import Traffic, kept_layers, vertical_traffic
 from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint
-from ds_vertical.planner.model_shape import ModelShape, SufShape
+from ds_vertical.planner.model_shape import ModelShape, SufShape, state_read
 from ds_vertical.schedule.events import DELAYED, Op, Schedule
-from ds_vertical.types import HOLDING, PRE, SHARE_NAMES, SUF, ActivationPolicy, Placement, Tier, Unit
+from ds_vertical.types import HOLDING, PRE, SHARE_NAMES, SUF, ActivationPolicy, Placement, TensorKind, Tier, Unit
 
 FILE_NAME = "account.jsonl"
 Share = Literal["delayed", "all"]
@@ -32,7 +32,8 @@ class RunInfo:
     `host_bytes`: of this rank's memory budget. `tokens` of a micro-batch of `sequences`; `threads` of the process that trained;
     `model` is the Hugging Face configuration (None: the model has none). `parameters_on_ssd`, ...: the shares that rest there,
     under the names of `types.SHARE_NAMES`. `slots`, `ahead`: as in `SimulationSettings`. `file_elements`: of those that this
-    rank steps, the ones whose state is in files; empty in accounts of earlier versions.
+    rank steps, the ones whose state is in files; empty in accounts of earlier versions. `compressed`: whether their masters
+    are.
     """
 
     elements: dict[Unit, int]
@@ -61,6 +62,7 @@ class RunInfo:
     apart: tuple[Unit, ...] = ()
     file_elements: dict[Unit, int] = field(default_factory=dict[Unit, int])
     ahead: int = 0
+    compressed: bool = False
 
     @property
     def placement(self) -> Placement:
@@ -103,6 +105,7 @@ class RunInfo:
             suf=SufShape(self.elements[SUF], self.elements[SUF]) if SUF in self.elements else None,
             apart=self.apart,
             state_places=tuple((unit, count, self._stepped(unit) - count) for unit, count in self.file_elements.items()),
+            compressed=self.compressed,
         )
 
 
@@ -210,7 +213,10 @@ class Account:
         held = {event.part for event in schedule.events if event.op is Op.HOLD}
         waiting = 0.0 if not held else 1.0 if None in held else 1 - self.facts.early_share
         shape, count = self.shape(step, rates), schedule.num_micro_batches
-        return vertical_traffic(shape, count, kept=kept, handed_over=due, waiting=waiting, redone=redone)
+        found = vertical_traffic(shape, count, kept=kept, handed_over=due, waiting=waiting, redone=redone)
+        recalled = min(early, shape.in_files(TensorKind.STATE)) * shape.stepped_elements / shape.num_shards
+        less = state_read(shape, early=False) - state_read(shape, early=True)
+        return replace(found, state_read=found.state_read - recalled * less)
 
 
 class AccountWriter:

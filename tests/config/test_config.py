@@ -192,6 +192,7 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
         "gradient_host_share": None,
         "optimizer_host_share": None,
         "optimizer_read_ahead_bytes": None,
+        "optimizer_compression": False,
         "keep_gradients": False,
         "host_memory_bytes": None,
         "outside_layers": "resident",
@@ -233,6 +234,7 @@ sections = st.fixed_dictionaries(
         "gradient_host_share": st.none() | st.floats(0, 1) | st.integers(0, 1),
         "optimizer_host_share": st.none() | st.floats(0, 1) | st.integers(0, 1),
         "optimizer_read_ahead_bytes": st.none() | st.integers(0, 10**12),
+        "optimizer_compression": st.booleans(),
         "keep_gradients": st.booleans(),
         "seed_micro_batches": st.booleans(),
         "self_check": st.none() | st.booleans(),
@@ -677,6 +679,35 @@ def test_gradients_wait_on_ssd_beside_the_state_and_are_not_kept_there(
     with pytest.raises(ConfigError) as caught:
         check(config, VerticalConfig(**section))
     assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        ("bf16", {"enabled": False}, "true with bf16.enabled false, and only a parameter in bf16 has the high half"),
+        (
+            "zero_optimization.offload_optimizer",
+            {"device": "cpu"},
+            'offload_optimizer.device "cpu"; compressed are masters on SSD',
+        ),
+        ("zero_optimization.offload_param", {"device": "cpu"}, 'offload_param.device "cpu"; compressed are masters on SSD'),
+        ("bf16", {"enabled": "auto"}, None),
+    ],
+)
+def test_masters_are_compressed_beside_bf16_parameters_on_ssd(path: str, value: object, told: str | None) -> None:
+    config = changed("bf16", {"enabled": True})
+    assert not [line for line in check(config, VerticalConfig(optimizer_compression=True)) if "compression" in line]
+    *above, last = path.split(".")
+    (config[above[0]] if above else config)[last] = value
+    check(config, VerticalConfig())
+    if told is None:
+        check(config, VerticalConfig(optimizer_compression=True))
+        return
+    with pytest.raises(ConfigError) as refused:
+        check(config, VerticalConfig(optimizer_compression=True))
+    assert str(refused.value).startswith("vertical_schedule.optimizer_compression: got true with ")
+    assert told in str(refused.value)
+    assert str(refused.value).endswith('or "optimizer_compression": false')
 
 
 # --- warnings ------------------------------------------------------------------------------------------------------

@@ -240,6 +240,17 @@ def test_state_in_memory_is_stepped_late_and_moves_no_bytes(state: float) -> Non
     assert redone.state_read == redone.state_written == pytest.approx((state + 0.25) * 12 * P)
 
 
+def test_of_compressed_masters_half_is_written_and_early_steps_read_half() -> None:
+    shape = replace(SHAPE, compressed=True)
+    schedule = build_training(TrainingStep(3, 2, delayed=True, early=True, due=("pre", 0, 1, 2)))
+    moved = traffic_of(event_costs(schedule.events, MACHINE, shape, split_steps(shape, 0.25)), shape)
+    assert moved.state_read == pytest.approx((0.75 * 10 + 0.25 * 12) * P)
+    assert (moved.state_written, moved.parameters_written) == pytest.approx((10 * P, 2 * P))
+    after_norm = vertical_traffic(shape, 2)
+    assert (after_norm.state_read, after_norm.state_written) == (12 * P, 10 * P)
+    assert replace(SHAPE, generations=2).second_bytes + 2 == replace(shape, generations=2).second_bytes
+
+
 def test_units_may_have_other_shares_of_their_state_in_memory() -> None:
     shape = replace(SHAPE, placement=Placement.of(state_on_ssd=0.4), state_places=((PRE, 0.0, 100.0), (0, 600.0, 400.0)))
     for parts, expected in ((None, [0, 7200, 4800]), ({(0, "e0"): 450, (0, "d0"): 550}, [5400, 1800])):

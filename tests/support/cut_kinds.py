@@ -106,12 +106,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "stateful": {"clip": 0.05},
     "two ssds": {"clip": 0.05},
     "verify": {"clip": 0.05, "section": SECTION | {"verify": True}},
+    "compressed": {"clip": 0.0, "dtype": "bf16", "section": SECTION | {"optimizer_compression": True, "optimizer_delay": 0.5}},
+    "compressed late": {"clip": 0.05, "dtype": "bf16", "section": SECTION | {"optimizer_compression": True}},
 }
 FIRST: dict[str, dict[str, Any]] = {
     "first step": {"clip": 0.05},
     "self-check": {"clip": 0.05, "section": SECTION | {"self_check": True}},
 }  # in these the first step of each engine is cut
-BUILDS: dict[str, Callable[[], nn.Module]] = dict.fromkeys(("stateful", *FIRST), StatefulModel)
+BUILDS: dict[str, Callable[[], nn.Module]] = dict.fromkeys(("stateful", *FIRST), StatefulModel) | dict.fromkeys(
+    ("compressed", "compressed late"), partial(MixerModel, 2, 768)
+)
 
 
 def make(kind: str, folder: Path) -> tuple[Any, nn.Module]:

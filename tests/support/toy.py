@@ -80,6 +80,7 @@ class MemoryParams:
         self.num_ahead = 0
         self.host_bytes = 12345
         self.copies: Any = None
+        self.recalls = False
         self.gathers = GatherQueue(in_order=True, early=True)
         for unit in self.units:
             self._forget(unit)

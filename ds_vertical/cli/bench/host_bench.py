@@ -156,6 +156,7 @@ class _Memory:
 
     host_bytes = 0
     copies = None
+    recalls = False
     gathers = GatherQueue(in_order=False, early=False)
 
     def fetch(self, unit: Unit, step: Ticket | None = None, arrival: Arrival = Arrival()) -> Ticket:  # noqa: B008 - frozen

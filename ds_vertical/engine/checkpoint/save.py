@@ -76,6 +76,7 @@ def save(
         _check_loadable("client_state", client_state)
     with ranks.all_or_none("save_checkpoint"):
         engine.optimizer.flush()
+        engine.optimizer.stepper.make_whole()
     with new_folder(save_dir, tag, save_latest, engine.use_node_local_storage()) as (folder, places):
         with ranks.all_or_none("save_checkpoint"):
             place = manifest.rank_folder(folder.beside, ranks.rank())

@@ -57,6 +57,7 @@ def save_stock(
             )
     with ranks.all_or_none("save_checkpoint"):
         engine.optimizer.flush()
+        engine.optimizer.stepper.make_whole()
     with new_folder(save_dir, tag, save_latest) as (folder, _):
         with ranks.all_or_none("save_checkpoint"):
             if ranks.rank() == 0:

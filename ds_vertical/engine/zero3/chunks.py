@@ -28,6 +28,7 @@ from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.offload.state_files import Chunk
 from ds_vertical.planner.memory_budget import PART_ELEMENTS
 from ds_vertical.schedule.events import Unit
+from ds_vertical.types import RunSettings
 
 REDUCTIONS: Final = "reductions"  # the process group in which gradients are reduced
 REDUCED_TOGETHER = 1 << 22  # elements of the parameters that one collective reduces, or one larger parameter
@@ -42,9 +43,24 @@ def check_optimizer(optimizer: object) -> None:
         )
 
 
+def refuse_compression(settings: RunSettings) -> None:
+    """Raise ConfigError, on all ranks alike, where the section asks for compressed masters with several ranks or beside a
+    device, where nobody has tried them. Collective where it asks for any."""
+    if not settings.enabled or not settings.optimizer_compression:
+        return
+    ranks.start_distributed()
+    where = [] if accelerator.device_name() == "cpu" else [f"on {accelerator.device_name()}"]
+    where += [f"with {ranks.world_size()} ranks"] * (ranks.world_size() > 1)
+    if where:
+        raise ConfigError(
+            f"vertical_schedule.optimizer_compression: got true {' '.join(where)}; it works with one rank on the CPU so far;"
+            " write false"
+        )
+
+
 class ChunkedStage3(StateRoutes):
     """Stage 3 over the units of `layers`. `stock_groups`: the sub-groups that stock would have made, whose numerics are kept.
-    `host_share`: of the state that is to be on SSD, the share that rests in host memory.
+    `host_share`: of the state that is to be on SSD, the share that rests in host memory. `compresses`: whether masters are.
 
     `timing`: when parts of a step are taken; `condition`: what tore the state, and the last good checkpoint. The subclass sets
     both, and `live`.
@@ -53,6 +69,7 @@ class ChunkedStage3(StateRoutes):
     condition: StateGuard
     timing: StepTiming
     level_reductions: LevelReductions | None = None  # with collectives over two levels
+    compresses: bool = False
 
     def __init__(self, *args: Any, layers: LayerMap, host_share: float, **kwargs: Any) -> None:
         self.layer_map = layers
@@ -210,4 +227,5 @@ def _chunk(
         zero_optimizer.file_numel(optimizer, index) if on_ssd else sum(sizes),
         zero_optimizer.state_files(optimizer, index)[:generations] if on_ssd else None,
         None if on_ssd else partial(zero_optimizer.resident_state, optimizer, index),
+        zero_optimizer.low_files(optimizer, index)[:generations] if on_ssd and optimizer.compresses else None,
     )

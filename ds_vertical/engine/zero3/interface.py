@@ -34,11 +34,16 @@ class Params(Protocol):
         """The node's copies that stand from one step to the next; None where there is one level."""
         ...
 
+    @property
+    def recalls(self) -> bool:
+        """Whether an early step of a unit finds the values in memory that its last release has left there."""
+        ...
+
     def fetch_ahead(self, unit: Unit) -> Ticket | None:
         """Start reading what the next `fetch` of the unit needs, if that is not in memory."""
 
     def release(self, unit: Unit, comes_back: bool = False) -> None:
-        """Give the unit's full parameters up. `comes_back`: it is fetched once more before its values change."""
+        """Give the unit's full parameters up. `comes_back`: its values are needed once more before they change."""
 
     def release_all(self) -> None:
         """Give up all units' full parameters, wherever a pass was cut."""

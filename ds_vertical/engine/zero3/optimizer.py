@@ -35,6 +35,7 @@ from ds_vertical.offload.chunking import Part
 from ds_vertical.offload.consistency import StateGuard
 from ds_vertical.offload.cpu_adam import CpuAdam, Powers
 from ds_vertical.offload.grad_store import GradientFile, HeldGradients, beyond_host
+from ds_vertical.offload.masters.compressed import low_file_bytes
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.offload.state_files import StepShare
 from ds_vertical.offload.step_pipeline import PipelineSettings, StepPipeline
@@ -58,7 +59,7 @@ class VerticalStage3(ChunkedStage3):
     """
 
     def __init__(self, *args: Any, layers: LayerMap, vertical: RunSettings, **kwargs: Any) -> None:
-        self._vertical = vertical
+        self._vertical, self.compresses = vertical, vertical.optimizer_compression
         stops = vertical.on_nonfinite == "stop"
         self._new_timing = partial(StepTiming, vertical.optimizer_delay, vertical.optimizer_speculation, stops=stops)
         self.timing = self._new_timing(certain=False, in_files=False)  # another where the state turns out to be on SSD
@@ -151,7 +152,7 @@ class VerticalStage3(ChunkedStage3):
         early = [chunk for index, chunk in enumerate(self.fp16_groups) if on_ssd(index)]  # state in memory is stepped late
         stepped = [param for chunk in early for param in chunk if zero_params.is_on_ssd(param)]
         shards = {zero_params.second_generation(f.path): f.num_bytes for f in map(zero_params.swap_file, stepped)}
-        one, both = (zero_optimizer.optimizer_files(self, generations) for generations in (1, 2))
+        one, both = (zero_optimizer.optimizer_files(self, n) | low_file_sizes(self, n) for n in (1, 2))
         for path, num_bytes in both.items():
             stripes.spread_file(path, num_bytes)
         for path, num_bytes in shards.items():
@@ -215,8 +216,11 @@ class VerticalStage3(ChunkedStage3):
             backlog.settled = True
 
     def flush_state(self) -> None:
-        """`flush`, and all optimizer state in the files in which DeepSpeed looks for it."""
+        """`flush`, and all optimizer state in the files in which DeepSpeed looks for it. Raises RuntimeError within a step that
+        finds compressed masters there."""
         self.flush()
+        if self.stepper.masters is not None:
+            self.live.refuse_inside('a use of optimizer state with "vertical_schedule.optimizer_compression": true')
         if not self.live.num_inside:
             self.stepper.gather_state()
 
@@ -232,6 +236,17 @@ class VerticalStage3(ChunkedStage3):
             finally_.callback(self.pipeline.close)
             if self.live.failure is None and not self.live.apart:
                 self.flush_state()
+
+
+def low_file_sizes(optimizer: ChunkedStage3, generations: int) -> dict[Path, int]:
+    """The files of compressed masters, with their sizes in bytes; none where masters stay whole."""
+    chunks = range(len(optimizer.fp16_groups)) if optimizer.compresses else ()
+    return {
+        path: low_file_bytes(zero_optimizer.chunk_numel(optimizer, index), memory_budget.PART_ELEMENTS)
+        for index in chunks
+        if zero_optimizer.is_chunk_on_ssd(optimizer, index)
+        for path in zero_optimizer.low_files(optimizer, index)[:generations]
+    }
 
 
 def _unlock(slots: list[torch.Tensor]) -> None:

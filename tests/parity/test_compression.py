@@ -1,0 +1,316 @@
+"""Masters compressed on SSD: the bits are stock's, fewer bytes move, and whoever looks at the state finds whole masters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_full_optimizer_state
+from harness import Run, assert_identical, base_config, contents, differing, run_arm, running, small_buffers
+from models import token_batches
+from tier_runs import CLIPS, FREE, NUM_STEPS, WIDTH, config, mixer, stock_runs
+
+from ds_vertical.errors import TornStateError
+from ds_vertical.io.checksums import ChecksumError
+from ds_vertical.io.runs import stripes
+
+slow = pytest.mark.slow
+BATCHES = token_batches(NUM_STEPS, 2)
+BUILD = partial(mixer, "bf16")
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, float], Run]:
+    """Stock's run of the same JSON, trained once."""
+    return stock_runs(tmp_path_factory)
+
+
+def compressed(folder: Path, clip: float = 0.0, **section: Any) -> dict[str, Any]:
+    return config(folder, "bf16", clip, optimizer_compression=True, **section)
+
+
+def share_compressed(engine: Any) -> float:
+    """Of the layers' parts on SSD, those whose masters are compressed now. (What is outside them rests in host memory here.)"""
+    optimizer = engine.optimizer
+    chunks = [optimizer.stepper.chunks[i] for unit in engine.layers.units if unit != "pre" for i in optimizer.chunks_of(unit)]
+    every = {part for chunk in chunks if chunk.files is not None for part in chunk.parts("all")}
+    return len(every.intersection(optimizer.stepper.masters.parts)) / len(every)
+
+
+def train(made: dict[str, Any], between: Callable[[Any, int], None] = lambda *_: None) -> tuple[Run, list[float]]:
+    seen: list[float] = []
+
+    def note(engine: Any, step: int) -> None:
+        engine.flush()
+        seen.append(share_compressed(engine))
+        between(engine, step)
+
+    return run_arm(made, BUILD, BATCHES, vertical=True, between=note), seen
+
+
+# ---- whatever the timing
+
+
+@pytest.mark.parametrize(
+    ("clip", "delay", "speculation"),
+    [
+        (0.0, 0.3, None),
+        (CLIPS, 0.3, True),  # every early step is redone
+        *(pytest.param(0.0, delay, None, marks=slow) for delay in (None, 0.0, 1.0)),
+        *(pytest.param(FREE, delay, True, marks=slow) for delay in (0.0, 0.3)),  # none is
+        *(pytest.param(CLIPS, delay, False, marks=slow) for delay in (0.0, 1.0)),
+        pytest.param(FREE, None, None, marks=slow),
+    ],
+)
+def test_bits_are_stocks(
+    tmp_path: Path, stock: Callable[[str, float], Run], clip: float, delay: float | None, speculation: bool | None
+) -> None:
+    made = compressed(tmp_path, clip, optimizer_delay=delay, optimizer_speculation=speculation)
+    vertical, seen = train(made)
+    assert_identical(stock("bf16", clip), vertical)
+    assert min(seen) > 0.9, seen
+
+
+@slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"gradient_host_share": 0.0, "optimizer_delay": 1.0},
+        {"gradient_host_share": 0.0, "optimizer_delay": 0.3},
+        {"on_nonfinite": "stop", "optimizer_delay": 0.3},  # steps in place, one generation of files
+        {"overlap": False, "optimizer_delay": 0.3},
+        {"verify": True, "optimizer_delay": 0.3},
+        {"keep_gradients": True},
+        {"outside_layers": "fetched", "optimizer_delay": 0.3},
+        {"order": "horizontal"},
+        {"optimizer_host_share": 0.3, "optimizer_delay": 0.3},
+        {"prefetch_layers": 0},
+        {"prefetch_layers": 3, "optimizer_delay": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("clip", [0.0, CLIPS])
+def test_bits_are_stocks_beside_other_settings(
+    tmp_path: Path, stock: Callable[[str, float], Run], clip: float, more: dict[str, Any]
+) -> None:
+    vertical, seen = train(compressed(tmp_path, clip, **more))
+    assert_identical(stock("bf16", clip), vertical)
+    assert min(seen) > 0.5, seen
+
+
+@slow
+@pytest.mark.parametrize("options", [{"max_in_cpu": 600_000}, {"persistence": None}], ids=str)
+def test_bits_are_stocks_wherever_parameters_rest(tmp_path: Path, options: dict[str, Any]) -> None:
+    runs: list[Run] = []
+    for vertical, key in ((False, {}), (True, {"optimizer_compression": True})):
+        section = {"seed": 11, "optimizer_delay": 0.3} | key
+        made = base_config(tmp_path, num_micro_batches=2, dtype="bf16", clip=0.0, section=section, **options)
+        runs.append(run_arm(small_buffers(made, 600_000), BUILD, BATCHES, vertical=vertical))
+    assert_identical(*runs)
+
+
+@slow
+def test_bits_are_stocks_with_several_ssds(tmp_path: Path, stock: Callable[[str, float], Run]) -> None:
+    paths = [str(tmp_path / name) for name in ("one", "two")]
+    for path in paths:
+        Path(path).mkdir()
+    made = compressed(Path(paths[0]), nvme_paths=paths, optimizer_delay=0.3)
+    assert_identical(stock("bf16", 0.0), train(made)[0])
+
+
+# ---- how few bytes
+
+
+def moved_bytes(engine: Any, step: list[Any]) -> tuple[int, int]:
+    """Bytes that the optimizer's pipeline reads and writes in a step."""
+    engine.flush()
+    pipeline = engine.optimizer.pipeline
+    before = pipeline.reader.num_read_bytes, pipeline.writer.num_written_bytes
+    engine.train_batch(iter(step))
+    engine.flush()
+    return pipeline.reader.num_read_bytes - before[0], pipeline.writer.num_written_bytes - before[1]
+
+
+@pytest.mark.parametrize(("delay", "read", "written"), [(0.0, 10, 10), pytest.param(1.0, 12, 10, marks=slow)])
+def test_a_step_moves_two_bytes_fewer(tmp_path: Path, delay: float, read: int, written: int) -> None:
+    with running(compressed(tmp_path, optimizer_delay=delay), BUILD, vertical=True) as (engine, _):
+        for step in BATCHES[:2]:
+            engine.train_batch(iter(step))
+        optimizer = engine.optimizer
+        chunks = [(unit, optimizer.stepper.chunks[i]) for unit in engine.layers.units for i in optimizer.chunks_of(unit)]
+        in_layers, outside = (
+            sum(chunk.numel for unit, chunk in chunks if chunk.files is not None and (unit == "pre") is ends)
+            for ends in (False, True)
+        )
+        moved = moved_bytes(engine, BATCHES[2])
+        assert share_compressed(engine) == 1.0 and in_layers > 4 * outside
+        assert moved == pytest.approx((read * in_layers + 12 * outside, written * in_layers + 12 * outside), rel=0.01)
+
+
+# ---- whoever looks at the state, or writes it
+
+
+def write_masters(engine: Any) -> None:
+    for name, param in engine.module.named_parameters():
+        if name.startswith("blocks.1."):
+            master = safe_get_full_fp32_param(param)
+            safe_set_full_fp32_param(param, master + 0.25)
+            safe_set_full_optimizer_state(param, torch.full_like(master, 0.01), "exp_avg_sq")
+
+
+def write_parameters(engine: Any) -> None:
+    """The masters stand, in stock as here."""
+    for name, param in engine.module.named_parameters():
+        if name in ("blocks.1.up.weight", "blocks.1.up.bias", "blocks.2.down.weight"):
+            with deepspeed.zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
+                param.add_(0.5)
+
+
+def read_masters(engine: Any) -> None:
+    for param in engine.module.parameters():
+        assert torch.equal(safe_get_full_fp32_param(param).to(torch.bfloat16), safe_get_full_fp32_param(param).bfloat16())
+
+
+@pytest.mark.parametrize(
+    "act", [write_parameters, pytest.param(write_masters, marks=slow), pytest.param(read_masters, marks=slow)]
+)
+@pytest.mark.parametrize("delay", [0.3, pytest.param(1.0, marks=slow)])
+def test_a_user_finds_and_writes_whole_masters(tmp_path: Path, act: Callable[[Any], None], delay: float) -> None:
+    runs: list[Run] = []
+    for key in ({}, {"optimizer_compression": True}):
+        made = config(tmp_path, "bf16", 0.0, optimizer_delay=delay, **key)
+        between = lambda engine, step: act(engine) if step == 1 else None  # noqa: E731
+        runs.append(run_arm(made, BUILD, BATCHES, vertical=True, between=between))
+    assert_identical(*runs)
+
+
+def test_a_write_within_a_step_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    with running(compressed(tmp_path, optimizer_delay=0.3), BUILD, vertical=True) as (engine, model):
+        for step in BATCHES[:2]:
+            engine.train_batch(iter(step))
+        engine.flush()
+        before = contents(engine, model)
+        weight = model.blocks[1].up.weight
+        hook = model.register_forward_pre_hook(lambda *_: engine.optimizer.flush_state())
+        with pytest.raises(RuntimeError, match=r'optimizer_compression": true: called within a step'):
+            engine.train_batch(iter(BATCHES[2]))
+        hook.remove()
+        assert not differing(before, contents(engine, model))
+
+        def write(*_: Any) -> None:
+            with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+                weight.add_(0.5)
+
+        engine.train_batch(iter(BATCHES[2]))
+        engine.flush()
+        hook = model.register_forward_pre_hook(write)
+        with pytest.raises(RuntimeError, match=r'optimizer_compression": true: called within a step'):
+            engine.train_batch(iter(BATCHES[3]))
+        hook.remove()
+        engine.train_batch(iter(BATCHES[3]))
+
+
+# ---- a value that is not what it was when the part was compressed
+
+
+def low_paths(engine: Any) -> Iterator[Path]:
+    for chunk in engine.optimizer.stepper.chunks:
+        yield from (path for whole in chunk.low_files or () for path in map(Path, stripes.files_of(whole)))
+
+
+@pytest.mark.parametrize("delay", [0.0, 1.0])
+def test_a_parameters_file_that_somebody_changes_is_noticed(tmp_path: Path, delay: float) -> None:
+    """Written past all hooks. The step in the backward computes with it, the delayed one reads it: neither trains on."""
+    with running(compressed(tmp_path, optimizer_delay=delay), BUILD, vertical=True) as (engine, _):
+        for step in BATCHES[:2]:
+            engine.train_batch(iter(step))
+        engine.flush()
+        shard = next(s for s in engine.param_store.files.shards() if s.param is engine.module.blocks[1].down.weight)
+        with open(shard.path, "r+b") as file:
+            file.seek(4096)
+            file.write(bytes(64))
+        with pytest.raises(ChecksumError):
+            engine.train_batch(iter(BATCHES[2]))
+            engine.flush()
+        with pytest.raises(TornStateError):
+            engine.train_batch(iter(BATCHES[3]))
+
+
+@slow
+def test_a_value_in_memory_that_somebody_changes_is_read_again(tmp_path: Path, stock: Callable[[str, float], Run]) -> None:
+    """As in stock, what a hook writes into a gathered weight is gone with it; here the early step meets it, too."""
+
+    calls: list[int] = []
+
+    def spoil(module: Any, *_: Any) -> None:
+        calls.append(0)
+        if len(calls) % 2 == 0:  # behind the step's last micro-batch
+            with torch.no_grad():
+                module.weight.data[0, 0] = 7.0
+
+    def hooked() -> Any:
+        model = mixer("bf16")
+        model.blocks[1].down.register_full_backward_hook(spoil)
+        return model
+
+    with running(compressed(tmp_path, optimizer_delay=0.0), hooked, vertical=True) as (engine, model):
+        for step in BATCHES:
+            engine.train_batch(iter(step))
+        found = contents(engine, model)
+    run = stock("bf16", 0.0)
+    assert not differing({**run.weights, **run.state}, found)
+
+
+# ---- parts that are not compressed
+
+
+def test_masters_with_many_exceptions_stay_whole_until_they_have_few(tmp_path: Path) -> None:
+    """Numbers with few bits, such as those of fp16, are ties once in eight."""
+
+    def spoil(engine: Any, step: int) -> None:
+        if step == 0:
+            param = engine.module.blocks[0].down.weight
+            ties = torch.full((WIDTH["bf16"], WIDTH["bf16"]), 1.0).view(torch.int32) | 0x8000
+            safe_set_full_fp32_param(param, ties.view(torch.float32))
+            for kind in ("exp_avg", "exp_avg_sq"):
+                safe_set_full_optimizer_state(param, torch.zeros(ties.shape), kind)
+
+    runs: list[Run] = []
+    seen: list[float] = []
+
+    def between(engine: Any, step: int) -> None:
+        spoil(engine, step)
+        if engine.optimizer.stepper.masters is not None:
+            engine.flush()
+            seen.append(share_compressed(engine))
+
+    for key in ({}, {"optimizer_compression": True}):
+        made = config(tmp_path, "bf16", 0.0, optimizer_delay=0.3, **key)
+        made["optimizer"]["params"] |= {"lr": 0.0, "weight_decay": 0.0}
+        made["scheduler"]["params"] |= {"warmup_min_lr": 0.0, "warmup_max_lr": 0.0}
+        runs.append(run_arm(made, BUILD, BATCHES, vertical=True, between=between))
+    assert_identical(*runs)
+    assert seen[0] == 0.0 and 0.5 < seen[1] < 1.0, seen  # its own parts stay whole: the step changes nothing
+
+
+@slow
+def test_a_step_that_is_skipped_leaves_every_part_as_it_was(tmp_path: Path) -> None:
+    runs: list[Run] = []
+
+    for key in ({}, {"optimizer_compression": True}):
+        calls = count()
+
+        def loss(found: torch.Tensor, _: Any, calls: Iterator[int] = calls) -> torch.Tensor:
+            return found * float("nan") if next(calls) // 2 == 2 else found  # two micro-batches a step
+
+        made = config(tmp_path, "bf16", 0.0, optimizer_delay=0.3, **key)
+        runs.append(run_arm(made, BUILD, BATCHES, vertical=True, loss_fn=loss))
+    a, b = runs
+    assert not differing(a.weights, b.weights) and not differing(a.state, b.state) and a.counters == b.counters
+    assert a.counters["skipped_steps"] == 1
