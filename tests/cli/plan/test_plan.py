@@ -381,6 +381,8 @@ def test_175b_is_planned_on_one_card_of_24_gb(capsys: pytest.CaptureFixture[str]
     section = found["config"]["vertical_schedule"]
     assert section["outside_layers"] == "fetched" and section["on_nonfinite"] == "stop" and section["prefetch_layers"] == 0
     assert found["config"]["zero_optimization"]["offload_param"]["device"] == "nvme"
+    names = [point["name"] for point in found["menu"]]  # not the chosen policy alone
+    assert {"free", "products", "everything"} <= set(names) and 4 <= len(names) <= 6
 
 
 @pytest.mark.slow
