@@ -106,7 +106,7 @@ class KeptStore:
         self.swapper = swapper
         self.device_limit = device_limit
         self.gives_up = gives_up
-        self._policy = policy
+        self._policy: ActivationPolicy = policy
         self.listener: Callable[[Cell, BoundaryTensors], None] | None = None  # hears of each cell's forward
         self.growth: Growth | None = None  # None: all steps have as many micro-batches as the first one
         self.most_bytes = 0  # of one cell, so far

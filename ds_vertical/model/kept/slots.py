@@ -123,7 +123,8 @@ class BaseSlot:
     @property
     def is_current(self) -> bool:
         """Whether it was not written in place since it was saved."""
-        return (self._base if self.count is None else self.count)._version == self.version
+        counted = self._base if self.count is None else self.count
+        return counted._version == self.version
 
     def tensor(self) -> torch.Tensor:
         """The tensor that was saved. Raises LayerError where it was written in place since."""
