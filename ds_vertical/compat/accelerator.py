@@ -1,4 +1,4 @@
-"""DeepSpeed's accelerator, its communication and the lines that rank 0 prints. No private name of DeepSpeed is used here."""
+"""DeepSpeed's accelerator, its communication and the lines that ranks print. No private name of DeepSpeed is used here."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ __all__ = [
     "init_distributed",
     "is_one_memory",
     "log",
+    "log_own",
     "synchronize",
     "unlink_shared_workspace",
 ]
@@ -156,6 +157,12 @@ def log(line: str) -> None:
     """One line on rank 0, whatever the logger's level."""
     if dist.get_rank() == 0:
         print(line, flush=True)
+
+
+def log_own(line: str) -> None:
+    """One line on the rank that calls this, with its number where that is not 0: of what each rank finds by itself."""
+    number = dist.get_rank()
+    print(f"ds_vertical: {line}" if number == 0 else f"ds_vertical: rank {number}: {line}", flush=True)
 
 
 def unlink_shared_workspace(rank: int) -> None:

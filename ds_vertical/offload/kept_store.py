@@ -27,7 +27,7 @@ from ds_vertical.offload.activation_store import SMALLEST_BYTES
 from ds_vertical.offload.tensor_swapper import SwappedTensor, TensorSwapper
 from ds_vertical.schedule.events import Cell, Event, Op
 from ds_vertical.schedule.executor import Handler
-from ds_vertical.types import ActivationPolicy, Tier
+from ds_vertical.types import BELOW, ActivationPolicy, Tier
 
 ONE_CELL_REMEDY = (
     'write a smaller train_micro_batch_size_per_gpu, "keep": "free" or "none", or, where it is set, a larger'
@@ -106,7 +106,7 @@ class KeptStore:
         self.swapper = swapper
         self.device_limit = device_limit
         self.gives_up = gives_up
-        self._policy = policy
+        self._policy: ActivationPolicy = policy
         self.listener: Callable[[Cell, BoundaryTensors], None] | None = None  # hears of each cell's forward
         self.growth: Growth | None = None  # None: all steps have as many micro-batches as the first one
         self.most_bytes = 0  # of one cell, so far
@@ -179,6 +179,11 @@ class KeptStore:
             fewer = self.growth.remedy(max(self.most_bytes, self._most_moved))
         return f"write {fewer}, {_KEEP_LESS}"
 
+    @property
+    def _rest_less(self) -> str:
+        """What to write where the SSD has no room for what a cell keeps."""
+        return f'write "{_KEY}": "{BELOW[self._policy]}" or "none" (now "{self._policy}"), or a smaller "keep_share" beside it'
+
     def forget(self, cell: Cell) -> None:
         """The cell's backward is over: its values are used up."""
         self._on_device.pop(cell, None)
@@ -194,8 +199,10 @@ class KeptStore:
             return None
         try:
             swapped = self.swapper.put([_bytes(value) for value in values], self._tiers[cell])
-        except (MemoryBudgetError, StorageError):
+        except (MemoryBudgetError, StorageError) as error:
             if not self.gives_up:
+                if isinstance(error, StorageError):
+                    raise StorageError(f"{error}, or {self._rest_less}") from error
                 raise
             self._count(Tier.DEVICE, -1, -self._on_device.pop(cell, 0))
             boundary.forget_kept(cell[0])

@@ -20,7 +20,7 @@ from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.bound import Bound, step_bound
 from ds_vertical.planner.closed_forms import Traffic, traffic_of
 from ds_vertical.planner.costs import Parts, event_costs, split_steps
-from ds_vertical.planner.kept_activations import NOTHING, KeptShare, PolicyPoint
+from ds_vertical.planner.kept_activations import NOTHING, KeepMenu, KeptShare, PolicyPoint
 from ds_vertical.planner.linear_program import LpProblem, Solution
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.memory_budget import STATE_SHARES, USED_BY_STATE
@@ -113,12 +113,14 @@ def without_garbage_collection(function: Callable[_Given, _Found]) -> Callable[_
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice with the case of the linear program that it comes from, and what the program says of it."""
+    """A choice with the case of the linear program that it comes from, and what the program says of it. `menu`: all that a
+    layer may keep, where the case has the choice's policy alone."""
 
     choice: Choice
     case: LpProblem
     program_s: float
     binding: tuple[str, ...]
+    menu: KeepMenu | None = None
 
     @property
     def shape(self) -> ModelShape:

@@ -407,7 +407,8 @@ def _in_place(case: LpProblem) -> bool:
 def _ways_to_keep(entry: _Entry) -> Iterator[Candidate]:
     """See [Note: keeping]."""
     case, size, blocks, _ = entry
-    found = [_candidate(given, size, blocks, solution, window=given.terms.window) for given, solution in solved_ways(case)]
+    made = (_candidate(given, size, blocks, solution, window=given.terms.window) for given, solution in solved_ways(case))
+    found = [replace(candidate, menu=case.menu) for candidate in made]
     found.sort(key=lambda candidate: candidate.program_s)
     keeping = [c for c in found if c.choice.policy != "none" and c.program_s <= _NEAR * found[0].program_s]
     yield from [c for c in found if c.choice.policy == "none"][:1]
@@ -422,7 +423,7 @@ def _with_shared_state(candidate: Candidate) -> Iterator[Candidate]:
         found = gaining_shares(case, DELAYS[:-1:2] if case.early else (1.0,), candidate.program_s / AS_GOOD)
         sizes, window = (choice.micro_batch_size, choice.blocks_per_layer), case.terms.window
         made = (_candidate(given, *sizes, solution, window=window) for given, solution in found[:_SHARING])
-        yield from (replace(c, case=replace(c.case, limits=case.limits)) for c in made if fits(c))
+        yield from (replace(c, case=replace(c.case, limits=case.limits), menu=candidate.menu) for c in made if fits(c))
 
 
 def _spread(solved: Sequence[_Entry]) -> list[_Entry]:

@@ -363,16 +363,21 @@ def whole_state(ranks: list[dict[str, Any]], run: str) -> Tensors:
 
 @pytest.mark.slow
 def test_what_forwards_keep_changes_no_bit_on_either_rank(tmp_path: Path) -> None:
-    """Of four cells half keep products, or half on SSD and half in memory everything; and all of them do."""
+    """Of four cells half keep products, or half on SSD and half in memory everything; and all of them do. Where one rank cannot
+    keep what the other one keeps, its own output says so."""
     start_ranks([sys.executable, str(SUPPORT / "kept_rank_worker.py"), str(tmp_path)], tmp_path)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
-    cells = {"free": {}, "products": {"ssd": 1, "device": 1}, "everything": {"ssd": 1, "device": 3}}
-    for rank in ranks:
+    cells = {"free": {}, "products": {"ssd": 1, "device": 1}, "everything": {"ssd": 1, "device": 3}, "one rank falls": {}}
+    logs = [(tmp_path / f"rank{rank}.log").read_text() for rank in range(2)]
+    fall = 'vertical_schedule.activations.keep: "none" in place of "free" for OddBlock (blocks.0): modules inside it have'
+    assert f"ds_vertical: rank 1: {fall}" in logs[1] and fall not in logs[0]
+    for number, rank in enumerate(ranks):
         none = rank.pop("none")
         for name, found in rank.items():
             assert all(found[what] == none[what] for what in ("losses", "norms", "counters")), name
             assert differing(none["weights"], found["weights"]) == [], name
-            assert found["policies"] == [name if name in cells else "everything"]
+            policy = {"one rank falls": "free", "all on SSD": "everything"}.get(name, name)
+            assert found["policies"] == ([] if name == "one rank falls" and number else [policy])
             assert found["cells"] == cells.get(name, {"ssd": 2, "device": 2})
         rank["none"] = none
     for name in ranks[0]:

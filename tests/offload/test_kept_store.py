@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_vertical.compat import pinned_memory
 from ds_vertical.compat.ops import load
-from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.errors import MemoryBudgetError, StorageError
+from ds_vertical.io import files
 from ds_vertical.model.kept.slots import KeptStorage, Slots, unpack
 from ds_vertical.offload.kept_store import Growth, KeptStore
 from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
@@ -43,17 +46,36 @@ def test_what_others_hold_at_the_end_of_a_forward_is_not_kept() -> None:
     assert held.untyped_storage().data_ptr() not in {value.storage.data_ptr() for value in values}
 
 
+@contextlib.contextmanager
+def on_ssd(folder: Path) -> Iterator[KeptStore]:
+    """A store whose cell rests on SSD."""
+    memory = HostMemory(pinned_memory.lock_host_bytes, pinned_memory.unlock_host_bytes)
+    queue = partial(load.new_disk_queue, get_aio_config({}))
+    store = KeptStore(TensorSwapper(folder / "kept.bin", queue, memory, torch.device("cpu"), 3, None), None)
+    try:
+        store.open_step({CELL: Tier.SSD})
+        yield store
+    finally:
+        store.close()
+
+
+def test_where_the_ssd_is_full_a_policy_that_keeps_less_is_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values, _, nodes = settled()
+    boundary: Any = SimpleNamespace(kept=lambda layer: values)
+    monkeypatch.setattr(files, "free_bytes", lambda path: 8)
+    told = r'free \d+ bytes or use another nvme_path, or write "vertical_schedule.activations.keep": "products" or "none" \(now'
+    with on_ssd(tmp_path) as store, pytest.raises(StorageError, match=told):
+        store.save(CELL, boundary)
+    assert len(nodes) == 3 and all(value.in_memory and value.storage.nbytes() == 4 * SIZE for value in values)
+
+
 def test_memory_that_somebody_has_taken_hold_of_since_stays(tmp_path: Path) -> None:
     """Between the end of a forward and its save other blocks of the layer run, and a node of autograd shows what it saved."""
     values, _, nodes = settled()
     taken = nodes[2]._saved_result
     expected = taken.clone()
-    memory = HostMemory(pinned_memory.lock_host_bytes, pinned_memory.unlock_host_bytes)
-    queue = partial(load.new_disk_queue, get_aio_config({}))
-    store = KeptStore(TensorSwapper(tmp_path / "kept.bin", queue, memory, torch.device("cpu"), 3, None), None)
-    try:
-        store.open_step({CELL: Tier.SSD})
-        boundary: Any = SimpleNamespace(kept=lambda layer: values)
+    boundary: Any = SimpleNamespace(kept=lambda layer: values)
+    with on_ssd(tmp_path) as store:
         store.note(CELL, boundary)
         ticket = store.save(CELL, boundary)
         assert ticket is not None
@@ -65,8 +87,6 @@ def test_memory_that_somebody_has_taken_hold_of_since_stays(tmp_path: Path) -> N
         loaded.wait()
         assert torch.equal(nodes[0]._saved_result, torch.linspace(-1, 1, SIZE).tanh())
         store.drop(CELL)
-    finally:
-        store.close()
 
 
 def test_the_first_step_refuses_more_micro_batches_than_there_is_room_for_and_says_how_many_fit() -> None:

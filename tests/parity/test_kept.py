@@ -339,7 +339,8 @@ def test_an_ssd_that_is_full_as_kept_bytes_grow_fails_the_step_whole(tmp_path: P
         with running(made, MIXER, vertical=True) as (engine, model):
             losses = [engine.train_batch(iter(short)).item()]
             filler, store = disk.fill(), engine._keeping.store
-            told = r"/kept: preallocate: needs \d+ more bytes .* has \d+ free .*; free \d+ bytes or use another nvme_path"
+            told = r"/kept: preallocate: needs \d+ more bytes .* has \d+ free .*; free \d+ bytes or use another nvme_path, or "
+            told += r'write "vertical_schedule.activations.keep": "products" or "none" \(now "everything"\)'
             with pytest.raises(StorageError, match=told):
                 engine.train_batch(iter(long))
             assert (engine.global_steps, store.num_bytes["device"], store.num_bytes["ssd"]) == (1, 0, 0)

@@ -61,6 +61,7 @@ def test_nothing_is_kept_where_the_ssd_decides() -> None:
     assert found.chosen.choice.policy == "none" and found.chosen.choice.kept is None
     other = found.best_otherwise
     assert other is not None and other.estimate_s >= 0.99 * found.chosen.estimate_s  # what the runner-up loses is known
+    assert [point["name"] for point in command._menu(found.chosen)] == ["free", "products", "everything"]
 
 
 @pytest.mark.slow

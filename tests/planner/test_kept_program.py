@@ -82,6 +82,10 @@ def test_no_mixture_of_policies_and_tiers_is_better(read: float, host: float, on
     assert found is not None
     least = seconds_at(given, names, grid).min()
     on_device = replace(given, keep_tiers=(Tier.DEVICE,))
+    own = given if set(names) <= set(found.values) else on_device
+    assert seconds_at(own, list(own.kept), np.array([[found.values[name] for name in own.kept]]))[0] == pytest.approx(
+        found.seconds
+    )
     alone = np.array([point for point in itertools.product(steps, repeat=3) if sum(point) <= 1 + 1e-9])
     least = min(least, seconds_at(on_device, list(on_device.kept), alone).min())
     assert found.seconds <= 1.002 * least

@@ -15,6 +15,7 @@ from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.closed_forms import traffic_of
 from ds_vertical.planner.costs import event_costs, split_steps
+from ds_vertical.planner.kept_activations import KeepMenu, KeptShare, PolicyPoint
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape
@@ -87,6 +88,18 @@ def test_no_point_of_a_grid_is_better_and_the_best_is_near(
     assert seconds_at(given, own)[0] == pytest.approx(found.seconds, rel=1e-6)
 
 
+MENU = KeepMenu("block", LAYERS, (PolicyPoint("products", 2e8, 0.02), PolicyPoint("everything", 6e8, 0.03)))
+
+
+def kept_in(given: LpProblem, **shares: float) -> tuple[KeptShare, dict[str, float]]:
+    """As much of the menu's last policy in each tier, and what the program's variables are then."""
+    assert given.menu is not None
+    kept = KeptShare(given.menu.points[-1], **shares)
+    values = {name: kept.share(tier) for name, (point, tier) in given.kept.items() if point is kept.point}
+    assert sum(values.values()) == kept.total
+    return kept, dict.fromkeys(given.kept, 0.0) | values
+
+
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("state", [1.0, 0.4])
 @pytest.mark.parametrize("shares", [(1.0, 0.0, 0.0, 0.0), (0.4, 1.0, 0.25, 0.5), (0.0, 0.5, 0.5, 0.5)])
@@ -94,13 +107,16 @@ def test_the_rows_move_the_bytes_of_the_very_schedule(early: bool, shares: tuple
     parameters, gradients, in_host, on_ssd = shares
     moved_away = {"activations_on_host": in_host, "activations_on_ssd": on_ssd}
     placement = Placement.of(parameters_on_ssd=parameters, gradients_on_ssd=gradients, state_on_ssd=state, **moved_away)
-    given = case(delay=0.5 if early else 1.0, early=early, placement=Placement.of(state_on_ssd=state))
-    shape = replace(given.shape, placement=placement)
+    given = replace(case(delay=0.5 if early else 1.0, early=early, placement=Placement.of(state_on_ssd=state)), menu=MENU)
+    kept, chosen = kept_in(given, host=0.25, ssd=0.5)
+    shape = replace(given.shape, placement=placement, kept=kept)
+    away = tuple(kept.cells(LAYERS, 4, one_memory=False))
     tiers = activation_tiers(4, placement[TensorKind.ACTIVATIONS])
     moved = tuple(m for m, tier in enumerate(tiers) if tier is not Tier.DEVICE)
     due = frozenset(range(LEAD, LAYERS))
     hold = None if not gradients else DELAYED if early else EVERYTHING
-    schedule = build_training(TrainingStep(LAYERS, 4, delayed=True, due=due, early=early, ahead=True, hold=hold, moved=moved))
+    step = TrainingStep(LAYERS, 4, delayed=True, due=due, early=early, ahead=True, hold=hold, moved=moved, kept=away)
+    schedule = build_training(step)
     parts = split_steps(shape, 0.5) if early else None
     table = traffic_of(event_costs(schedule.events, GPU, shape, parts), shape)
     values = {
@@ -109,7 +125,11 @@ def test_the_rows_move_the_bytes_of_the_very_schedule(early: bool, shares: tuple
         "activations_on_ssd": on_ssd,
         "parameters_in_host": 1 - parameters,
         "gradients_on_ssd": gradients,
+        **chosen,
     }
+    forward, backward = (linear_program._read_write(given, sweep) for sweep in ("forward_s", "backward_s"))
+    for row, num_bytes in ((forward[1], table.kept_written), (backward[0], table.kept_read)):
+        assert sum(row[name] * share for name, share in chosen.items() if share and name in row) == num_bytes == 8 * 6e8
     sums = [0.0, 0.0]
     for sweep in ("forward_s", "backward_s"):
         for i, row in enumerate(linear_program._read_write(given, sweep)):
@@ -123,15 +143,20 @@ def test_the_rows_move_the_bytes_of_the_very_schedule(early: bool, shares: tuple
 @pytest.mark.parametrize("state", [1.0, 0.4])
 @pytest.mark.parametrize("machine", [GPU, CPU], ids=["gpu", "cpu"])
 def test_the_rows_compute_the_seconds_of_the_very_schedule(machine: Machine, state: float) -> None:
-    given = case(machine, placement=Placement.of(state_on_ssd=state))
-    due = frozenset(range(LEAD, LAYERS))
-    schedule = build_training(TrainingStep(LAYERS, 4, delayed=True, due=due, early=True, ahead=True))
-    costs = event_costs(schedule.events, machine, given.shape, split_steps(given.shape, 0.25))
+    given = replace(case(machine, placement=Placement.of(state_on_ssd=state)), menu=MENU)
+    kept, chosen = kept_in(given, device=0.25, ssd=0.5)
+    shape, due = replace(given.shape, kept=kept), frozenset(range(LEAD, LAYERS))
+    away = tuple(cell for cell, tier in kept.cells(LAYERS, 4, machine.one_memory).items() if tier is not Tier.DEVICE)
+    schedule = build_training(TrainingStep(LAYERS, 4, delayed=True, due=due, early=True, ahead=True, kept=away))
+    costs = event_costs(schedule.events, machine, shape, split_steps(shape, 0.25))
     stages = [stage for cost in costs for job in cost for stage in job]
     compute = sum(s.seconds for s in stages if s.lane == "compute")
     adam = sum(s.seconds for s in stages if s.lane == "adam")
     sweeps = ("forward_s", "backward_s")
-    assert sum(linear_program._compute_s(given, sweep) for sweep in sweeps) == pytest.approx(compute)
+    rows = [linear_program._saved_s(given, sweep) for sweep in sweeps]
+    saved = sum(row[name] * share for row in rows for name, share in chosen.items() if name in row)
+    assert saved == pytest.approx(-0.75 * 20 * 0.03)
+    assert sum(linear_program._compute_s(given, sweep) for sweep in sweeps) + saved == pytest.approx(compute)
     assert sum(linear_program._adam_s(given, sweep) for sweep in sweeps) == pytest.approx(adam)
 
 

@@ -40,6 +40,7 @@ STEPS = {
     "holding": {"delayed": True, "early": True, "due": DUE, "hold": "d0"},
     "levels": {"early": True, "ahead": True, "reduces_beside": True, "copy_share": 1.0},
     "levels_without_copies": {"hold": "all", "copy_share": 0.0},
+    "kept": {"early": True, "kept": ((0, 0), (1, 1))},
     "halves": {"delayed": True, "reduces_beside": True, "copy_share": 1.0, "standing": DUE, "halves": True, "made": DUE},
 }
 SETTINGS = ORDERS | STEPS

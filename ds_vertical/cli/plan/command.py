@@ -307,9 +307,9 @@ def _acco(halves: TwoHalves | None, chosen: Candidate) -> JsonObject | None:
 
 
 def _menu(chosen: Candidate) -> list[JsonObject]:
-    """What a layer could keep for one micro-batch, of the chosen sizes."""
-    menu = chosen.case.menu
-    return [] if menu is None else [{"name": p.name, "bytes": p.num_bytes, "saved_s": p.saved_s} for p in menu.points]
+    """What a layer could keep for one micro-batch, of the chosen sizes: by every policy, not the chosen one alone."""
+    points = () if chosen.menu is None else chosen.menu.points
+    return [{"name": point.name, "bytes": point.num_bytes, "saved_s": point.saved_s} for point in points]
 
 
 def _keep_reason(found: Plan) -> str:

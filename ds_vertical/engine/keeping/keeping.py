@@ -208,7 +208,7 @@ class RunKeeping:
 def _kinds_of(settings: ActivationSettings) -> KeptKinds | None:
     """How block calls keep what their backward needs; None where they keep nothing."""
     policy = settings.keep or "none"
-    return None if policy == "none" else KeptKinds(policy, lambda line: accelerator.log(f"ds_vertical: {line}"))
+    return None if policy == "none" else KeptKinds(policy, accelerator.log_own)
 
 
 def describe_keeping(settings: ActivationSettings) -> str:

@@ -7,8 +7,8 @@ from the plain way, however the trial ends. Gradients that are not finite tell n
 
 [Note: falls] A kind that gives its policy up keeps nothing of the calls that have begun. Later calls are of a kind with the
 next lower policy, which has a trial of its own, and so on down to "none". What forbids to leave operations out of a recompute
-forbids "products" and "free" alike, and "none" follows at once. Each rank falls by itself: what another one keeps changes
-neither its schedule, in which events of cells that keep nothing do nothing, nor its bits.
+forbids "products" and "free" alike, and "none" follows at once. Each rank falls by itself, and says so in its own output: what
+another one keeps changes neither its schedule, in which events of cells that keep nothing do nothing, nor its bits.
 """
 
 from __future__ import annotations

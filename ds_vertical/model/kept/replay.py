@@ -3,7 +3,8 @@
 [Note: other calls] A plan is made of one call. Another call may run the same operations with other arguments, where values or
 a module's attributes decide which of two tensors goes on, or which one autograd saves. So a recompute checks what it does: no
 operation that runs may read memory in the place of a result that was left out, autograd may save none, and in-place operations
-must write what they wrote as they were recorded: kept results hold what those have left in them.
+must write what they wrote as they were recorded: kept results hold what those have left in them. One that runs may write what
+autograd has saved, which no trial with other values shows: slots hold the counts of writes (`slots`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ds_vertical.model.kept.recording import (
     argument_forms,
     written_args,
 )
-from ds_vertical.model.kept.slots import KeptStorage, is_plain
+from ds_vertical.model.kept.slots import AliasSlot, KeptStorage, is_plain, unpack
 from ds_vertical.model.tensor_refs import is_over, key_of
 
 
@@ -137,7 +138,7 @@ class Replay(_Followed):
         self._poison = poison
         self._empty_keys: dict[int, StorageWeakRef] = {}  # a reference keeps the key, and not the memory
         self._pending: dict[int, int] = {}  # of kept storages, by key: in-place operations that are yet to come
-        self._hooks = saved_tensors_hooks(self._pack, _as_saved)
+        self._hooks = saved_tensors_hooks(self._pack, unpack)
 
     def __enter__(self) -> Replay:  # override
         self._hooks.__enter__()
@@ -177,11 +178,11 @@ class Replay(_Followed):
         self.differs = True
         raise OperationsDiffer
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _pack(self, tensor: torch.Tensor) -> AliasSlot:
         if self._stands and self._is_missing(tensor):
             self.differs = True
         with no_dispatch():
-            return tensor.detach()
+            return AliasSlot(tensor.detach(), tensor._version)
 
     def _standing(self, tensor: torch.Tensor) -> StandIn | None:
         """What a tensor's memory is in the place of a result that is not computed; None: it is not."""
@@ -225,10 +226,6 @@ class Replay(_Followed):
             for _, layout in new.results:
                 layout.over(storage).fill_(_poison(layout.dtype))
         return storage
-
-
-def _as_saved(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -12,13 +12,16 @@ All other memory is the block's own. A storage that the block has made and that 
 the device; it counts its holders (`tensor_refs`), so one that others hold as well stays where it is. A view of a small part of
 a storage is kept alone, not to hold the rest.
 
-torch does not compare a saved tensor's count of in-place writes where hooks have packed it. A slot does.
+torch does not compare a saved tensor's count of in-place writes where hooks have packed it. A slot does. A tensor and its views
+have one count; `tensor.data` has another one over the same memory. So a slot that holds no view of the very tensor that was
+saved has that tensor's count in a tensor without elements (`_count_of`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from time import sleep
 from typing import NoReturn
 
@@ -78,11 +81,23 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return plain and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
 
 
-def _refuse_written(layout: Layout) -> NoReturn:
+def _refuse_written(shape: torch.Size) -> NoReturn:
     raise LayerError(
-        f"a tensor of shape {tuple(layout.size)} that autograd saved in a block's forward was written in place before the"
+        f"a tensor of shape {tuple(shape)} that autograd saved in a block's forward was written in place before the"
         ' block\'s backward: write to a copy, or set "keep" of vertical_schedule.activations to "none"'
     )
+
+
+def _count_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What has a tensor's count of in-place writes, and none of its memory."""
+    count = tensor.detach()
+    count.data = _nothing_on(tensor.device)
+    return count
+
+
+@cache
+def _nothing_on(device: torch.device) -> torch.Tensor:
+    return torch.empty(0, device=device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,12 +105,14 @@ class BaseSlot:
     """A view of a parameter or of an input: of the tensor at `index` of `bases`, wherever its memory is when it is asked.
 
     `layout`: its offset counts from the base's first element, since the base may come back at another place of a buffer.
+    `count`: of the writes to what was saved; None: it is the base's.
     """
 
     bases: Sequence[object]
     index: int
     layout: Layout
     version: int
+    count: torch.Tensor | None
 
     @property
     def _base(self) -> torch.Tensor:
@@ -106,12 +123,13 @@ class BaseSlot:
     @property
     def is_current(self) -> bool:
         """Whether it was not written in place since it was saved."""
-        return self._base._version == self.version
+        counted = self._base if self.count is None else self.count
+        return counted._version == self.version
 
     def tensor(self) -> torch.Tensor:
         """The tensor that was saved. Raises LayerError where it was written in place since."""
         if not self.is_current:
-            _refuse_written(self.layout)
+            _refuse_written(self.layout.size)
         base = self._base.data
         return replace(self.layout, offset=self.layout.offset + int(base.storage_offset())).over(base.untyped_storage())
 
@@ -181,28 +199,30 @@ def _contiguous(size: torch.Size) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class OwnSlot:
-    """A tensor over memory that is neither a parameter's nor an input's."""
+    """A tensor over memory that is neither a parameter's nor an input's. `count`: of the writes to it; None: as of the view of
+    its layout, as long as there is one."""
 
     kept: KeptStorage
     layout: Layout
     version: int
+    count: torch.Tensor | None = None
 
     @property
     def is_current(self) -> bool:
         """Whether it was not written in place since it was saved."""
-        view = self.kept.views.get(self.layout)
-        return view is None or view._version == self.version
+        counted = self.kept.views.get(self.layout) if self.count is None else self.count
+        return counted is None or counted._version == self.version
 
     def tensor(self) -> torch.Tensor:
         """The tensor that was saved. Raises LayerError where it was written in place since."""
         if not self.is_current:
-            _refuse_written(self.layout)
+            _refuse_written(self.layout.size)
         return self.kept.tensor(self.layout)
 
 
 @dataclass(frozen=True, eq=False)
 class AliasSlot:
-    """A tensor that stays as it is: a subclass's, or one whose memory says not all about it."""
+    """A tensor that stays as it is: a subclass's, one whose memory says not all about it, or one that a recompute saves."""
 
     alias: torch.Tensor
     version: int
@@ -215,9 +235,7 @@ class AliasSlot:
     def tensor(self) -> torch.Tensor:
         """The tensor that was saved. Raises LayerError where it was written in place since."""
         if not self.is_current:
-            raise LayerError(
-                "a tensor that autograd saved in a block's forward was written in place before the block's backward"
-            )
+            _refuse_written(self.alias.size())
         return self.alias
 
 
@@ -255,19 +273,17 @@ class Slots:
         if not is_plain(tensor):
             return AliasSlot(tensor.detach(), tensor._version)
         storage, layout = tensor.untyped_storage(), Layout.of(tensor)
-        if (slot := self._base_slot(key_of(storage), layout)) is not None:
+        if (slot := self._base_slot(tensor, key_of(storage), layout)) is not None:
             return slot
         kept = self.own.get(key_of(storage))
         if kept is None:
             kept = self.own[key_of(storage)] = KeptStorage(storage)
-        view = kept.views.get(layout)
-        if view is None:
-            view = kept.views[layout] = tensor.detach()
-        if view._version != tensor._version:  # over the same memory, and with a count of its own
-            return AliasSlot(tensor.detach(), tensor._version)
+        if layout in kept.views:
+            return OwnSlot(kept, layout, tensor._version, _count_of(tensor))
+        kept.views[layout] = tensor.detach()
         return OwnSlot(kept, layout, tensor._version)
 
-    def _base_slot(self, key: int, layout: Layout) -> BaseSlot | None:
+    def _base_slot(self, tensor: torch.Tensor, key: int, layout: Layout) -> BaseSlot | None:
         """The slot of a view that lies within a parameter or an input; None where there is none."""
         for bases, index in self._bases.get(key, ()):
             base = bases[index]
@@ -275,7 +291,8 @@ class Slots:
             own = Layout.of(base)
             is_within = own.offset <= layout.offset and layout.offset + layout.extent <= own.offset + own.extent
             if own.dtype == layout.dtype and is_within:
-                return BaseSlot(bases, index, replace(layout, offset=layout.offset - own.offset), base._version)
+                count = None if tensor is base or tensor._base is base else _count_of(tensor)
+                return BaseSlot(bases, index, replace(layout, offset=layout.offset - own.offset), tensor._version, count)
         return None
 
     def sees_all(self) -> bool:
@@ -296,8 +313,11 @@ class Slots:
     def settle(self) -> list[KeptStorage]:
         """The block's forward is over and its outputs are dropped: the storages that only the slots hold."""
         private = [kept for kept in self.own.values() if kept.is_private]
-        for kept in private:
-            if kept.covered < _LEAST_COVERED and all(layout.is_dense_enough for layout in kept.views):
+        small = [
+            kept for kept in private if kept.covered < _LEAST_COVERED and all(layout.is_dense_enough for layout in kept.views)
+        ]
+        if small and self.are_current():  # else the copies would be of what was written since
+            for kept in small:
                 kept.keep_views_alone()
         return [part for kept in private for part in kept.parts]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -213,6 +214,69 @@ def test_a_saved_tensor_that_is_written_in_place_is_refused_as_without(policy: A
     model = model_of(WrittenLater, WrittenLater, WrittenLater)
     with pytest.raises((RuntimeError, LayerError), match="modified by an inplace operation"):
         KeptTraining(model, policy).step(bodies_of(model), 0)
+
+
+class WritingOneOfTwo(Block):
+    """The same operations in each call: one of two factors is written in place, of which autograd has saved one already."""
+
+    saved = False
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        up = self.up(hidden)
+        both = up.exp(), -up
+        both[not self.saved].mul_(1.5)
+        return both[0] * both[1]
+
+
+def writing_saved() -> WritingOneOfTwo:
+    block = WritingOneOfTwo()
+    block.saved = True
+    return block
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_write_to_another_saved_tensor_than_in_the_trial_is_refused_as_without(policy: ActivationPolicy) -> None:
+    """The first layer's call is recorded and the last one's is tried: neither writes what is saved."""
+    make = partial(model_of, WritingOneOfTwo, writing_saved, WritingOneOfTwo, WritingOneOfTwo)
+    model = make()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        plain_step(model, bodies_of(model), 0)
+    model = make()
+    with pytest.raises((RuntimeError, LayerError), match="modified by an inplace operation|was written in place"):
+        KeptTraining(model, policy).step(bodies_of(model), 0)
+
+
+class Named(torch.Tensor):
+    """A kind of tensor whose memory may say not all about it."""
+
+
+REACHES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # what a block may save of a tensor
+    "itself": lambda value: value,
+    "view": lambda value: value.t(),
+    "detached": lambda value: value.detach(),
+    "data": lambda value: value.data,  # has a count of writes of its own
+    "part": lambda value: value[1, :1],  # of the block's own memory it is kept alone
+    "subclass": lambda value: value.as_subclass(Named),
+}
+
+
+@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize("whose", ["parameter", "input", "own"])
+def test_what_is_written_in_place_once_it_is_saved_is_refused(whose: str, reach: str) -> None:
+    value = nn.Parameter(torch.arange(12.0).view(3, 4)) if whose == "parameter" else torch.arange(12.0).view(3, 4) + 1
+    slots = Slots([value] if isinstance(value, nn.Parameter) else [], [value] if whose == "input" else [])
+    with torch.no_grad():
+        if reach == "data":
+            slots.pack(value)  # the first slot over this memory
+        saved = REACHES[reach](value)
+        slot = slots.pack(saved)
+        assert torch.equal(unpack(slot), saved) and slots.are_current()
+        saved.mul_(2.0)
+    del value, saved
+    slots.settle()
+    assert not slots.are_current()
+    with pytest.raises(LayerError, match=r"a tensor of shape .* was written in place .* write to a copy, or set \"keep\""):
+        unpack(slot)
 
 
 # ---- a trial that tells nothing
