@@ -49,8 +49,9 @@ def config_in(folder: Path, clip: float = 0.0, section: dict[str, Any] | None = 
         (0.0, {"optimizer_delay": 0.25}),
         (1.0, {"optimizer_delay": 1.0, "gradient_host_share": 0.25}),
         (0.0, {"optimizer_delay": 0.25, "optimizer_host_share": 0.6}),
+        (0.0, {"optimizer_delay": 0.25, "optimizer_compression": True}),
     ],
-    ids=["two generations", "gradients wait", "state shared"],
+    ids=["two generations", "gradients wait", "state shared", "masters compressed"],
 )
 def test_the_files_are_as_large_as_was_said(tmp_path: Path, clip: float, section: dict[str, Any]) -> None:
     from ds_vertical.engine.memory_check import Forecast, groups_of

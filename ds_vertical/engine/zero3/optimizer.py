@@ -219,12 +219,13 @@ class VerticalStage3(ChunkedStage3):
         finds compressed masters there."""
         self.flush()
         if self.stepper.masters is not None:
-            self.live.refuse_inside('a use of optimizer state with "vertical_schedule.optimizer_compression": true')
+            self.live.refuse_compressed_inside("a use of optimizer state")
         if not self.live.num_inside:
             self.stepper.gather_state()
 
     def close(self) -> None:
-        """`flush_state`, then end the pipeline's thread and give its memory back; harmless when called twice."""
+        """`flush_state` (state may be read after it) unless a step is under way, then end the pipeline's thread and give its
+        memory back; harmless when called twice."""
         if not hasattr(self, "pipeline"):
             return
         with contextlib.ExitStack() as finally_:  # each of them, whatever the others raise; the last one first
@@ -232,7 +233,7 @@ class VerticalStage3(ChunkedStage3):
             finally_.callback(self.kernel.close)
             finally_.callback(self.gradients.close)
             finally_.callback(self.pipeline.close)
-            if self.live.failure is None and not self.live.apart:
+            if self.live.failure is None and not self.live.apart and not self.live.is_inside:
                 self.flush_state()
 
 
