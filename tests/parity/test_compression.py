@@ -274,7 +274,13 @@ def test_an_engine_is_destroyed_with_compressed_masters(tmp_path: Path, within: 
     ends: list[Any] = []
 
     def destroy(*_: Any) -> None:
-        ends.append(engine.destroy())
+        try:
+            ends.append(engine.destroy())
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            raise
         raise KeyboardInterrupt
 
     try:

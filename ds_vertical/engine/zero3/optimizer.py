@@ -57,6 +57,8 @@ class VerticalStage3(ChunkedStage3):
     `kernel`, `slots`, `gradients`, `holding` and `gradients_on_ssd` from `start_pipeline` on.
     """
 
+    _is_open = True  # until `close`
+
     def __init__(self, *args: Any, layers: LayerMap, vertical: RunSettings, **kwargs: Any) -> None:
         self._vertical, self.compresses = vertical, vertical.optimizer_compression
         stops = vertical.on_nonfinite == "stop"
@@ -228,12 +230,13 @@ class VerticalStage3(ChunkedStage3):
         memory back; harmless when called twice."""
         if not hasattr(self, "pipeline"):
             return
+        is_first, self._is_open = self._is_open, False
         with contextlib.ExitStack() as finally_:  # each of them, whatever the others raise; the last one first
             finally_.callback(_unlock, self.slots)
             finally_.callback(self.kernel.close)
             finally_.callback(self.gradients.close)
             finally_.callback(self.pipeline.close)
-            if self.live.failure is None and not self.live.apart and not self.live.is_inside:
+            if is_first and self.live.failure is None and not self.live.apart and not self.live.is_inside:
                 self.flush_state()
 
 
