@@ -140,19 +140,15 @@ ODD: list[tuple[float, dict[str, Any]]] = [
 
 @slow
 @pytest.mark.parametrize(("clip", "more"), ODD, ids=str)
-def test_bits_are_those_of_whole_masters_where_parts_end_within_parameters(
-    tmp_path: Path, clip: float, more: dict[str, Any]
-) -> None:
-    """Odd sizes, and several parts of one sub-group in one parameter. Compared with the same run without compression: stock
-    garbles gradients whose offset in a sub-group is no multiple of 512 bytes (docs/architecture.md)."""
-    odd, options = partial(MixerModel, 2, 1501), {"clip": clip, "sub_group_size": 4_000_000}
-    whole, made = (
-        small_buffers(base_config(tmp_path, num_micro_batches=2, section={"seed": 11} | more | key, **options), 2_400_000)
-        for key in ({}, {"optimizer_compression": True})
-    )
-    run = run_arm(whole, odd, BATCHES[:3], vertical=True)
-    compressed_run, seen = train(made, build=odd, batches=BATCHES[:3])
-    assert_identical(run, compressed_run)
+def test_bits_are_stocks_where_parts_end_within_parameters(tmp_path: Path, clip: float, more: dict[str, Any]) -> None:
+    """Odd sizes, and several parts of one sub-group in one parameter. Stock runs in host memory: on SSD it garbles gradients
+    whose offset in a sub-group is no multiple of 512 bytes (docs/architecture.md)."""
+    options: dict[str, Any] = {"num_micro_batches": 2, "clip": clip, "sub_group_size": 4_000_000}
+    odd = partial(MixerModel, 2, 1501)
+    stock = run_arm(base_config(tmp_path, params="cpu", optimizer="cpu", **options), odd, BATCHES[:3], vertical=False)
+    made = base_config(tmp_path, section={"seed": 11, "optimizer_compression": True} | more, **options)
+    vertical, seen = train(small_buffers(made, 2_400_000), build=odd, batches=BATCHES[:3])
+    assert_identical(stock, vertical)
     assert min(seen) > 0.5, seen
 
 
