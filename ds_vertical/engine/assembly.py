@@ -154,7 +154,7 @@ def _before_write(params: Iterable[nn.Parameter], optimizer: VerticalStage3, fil
     where masters are compressed, StorageError, DiskError."""
     params = list(params)
     if optimizer.stepper.masters is not None:
-        optimizer.live.refuse_inside('a write of parameters with "vertical_schedule.optimizer_compression": true')
+        optimizer.live.refuse_compressed_inside("a write of parameters")
         optimizer.stepper.make_whole(params)
     files.note_writing(params)
 

@@ -169,12 +169,13 @@ def _disks(forecast: Forecast, config: dict[str, Any]) -> list[DiskNeed]:
     beside = wanted.parameters if params and _device(Path(params)) in shares else 0
     sharing = [sum(place in others for others in every) for place in places]
     free = [files.free_bytes(folder) // count for (folder, _), count in zip(shares.values(), sharing, strict=True)]
-    second = wanted.state + (wanted.second if beside else 0)
-    fits = all((wanted.state + second) * share <= room for (_, share), room in zip(shares.values(), free, strict=True))
+    state = wanted.state + wanted.low
+    second = state + (wanted.second if beside else 0)
+    fits = all((state + second) * share <= room for (_, share), room in zip(shares.values(), free, strict=True))
     takes_second = forecast.timing.generations == 2 and (forecast.timing.demanded or fits)
     held = wanted.gradients if takes_second or forecast.timing.generations == 1 else wanted.all_gradients
     frozen = wanted.state * (2 if takes_second else 1) + beside + wanted.shared
-    sizes = (wanted.state, second if takes_second else 0, held, frozen)
+    sizes = (state, second if takes_second else 0, held, frozen)
     return [
         DiskNeed(folder, count, room, *(math.ceil(size * share) for size in sizes))
         for (folder, share), count, room in zip(shares.values(), sharing, free, strict=True)

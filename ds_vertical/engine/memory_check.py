@@ -50,7 +50,8 @@ class FileBytes:
     """Bytes of this rank's files: `parameters` (which the optimizer steps), one generation of optimizer state, the gradients
     that wait on SSD, and those that would without early steps, to within half a piece. `second`: of the parameters' second
     generation, which those have whose state is in files. `num_files`: of parameters, and of chunks of state. `shared`: of the
-    state that rests in host memory by a share, and is written to each checkpoint."""
+    state that rests in host memory by a share, and is written to each checkpoint. `low`: of one generation of compressed
+    masters' files, which no checkpoint shares."""
 
     parameters: int
     second: int
@@ -59,6 +60,7 @@ class FileBytes:
     all_gradients: int
     num_files: int
     shared: int
+    low: int
 
 
 class Forecast:
@@ -118,13 +120,13 @@ class Forecast:
         stepped, early = ({id(param) for chunk in some for param in chunk.params} for some in (self.chunks, chunks))
         parameters, second = (sum(self._shards.file_bytes(p) for p in in_files if id(p) in ids) for ids in (stepped, early))
         state = sum(_MOMENTS * self._shards.aligned(chunk.numel * FP32_BYTES) for chunk in chunks)
-        if self._resolved.optimizer_compression:
-            state += sum(low_file_bytes(chunk.numel, memory_budget.PART_ELEMENTS) for chunk in chunks)
+        compressed = chunks if self._resolved.optimizer_compression else []
+        low = sum(low_file_bytes(chunk.numel, memory_budget.PART_ELEMENTS) for chunk in compressed)
         waiting = (1 - self._resolved.gradient_host_share) * sum(chunk.numel for chunk in self.chunks) * FP32_BYTES
         num_files = len(in_files) + _MOMENTS * len(chunks)
         resting = sum(chunk.numel for chunk in self.chunks if not chunk.state_in_files) if self.host_share else 0
         shared = _MOMENTS * FP32_BYTES * resting
-        return FileBytes(parameters, second, state, round(self._held_share * waiting), round(waiting), num_files, shared)
+        return FileBytes(parameters, second, state, round(self._held_share * waiting), round(waiting), num_files, shared, low)
 
     # ---- in the terms of `memory_budget`
 

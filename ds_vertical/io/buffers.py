@@ -78,6 +78,13 @@ class HostBuffer:
         """Nobody uses what was read."""
         self._unchecked.clear()
 
+    def wait_uses(self) -> None:
+        """Return when nobody reads the contents any more: no copy and no write is under way. Raises a write's DiskError."""
+        self.wait_copies()
+        for write in self.writes:
+            write.wait()
+        self.writes = []
+
     def complete_reads(self) -> None:
         """Complete the reads issued so far, for nobody: what failed is not needed, and whoever needs it reads it again."""
         with contextlib.suppress(OSError):
@@ -102,10 +109,7 @@ class BufferPool:
         if not self._free:
             raise RuntimeError(f"all {self.num_buffers} host buffers hold a layer; the schedule fetched one too many")
         buffer = self._free[0]
-        buffer.wait_copies()
-        for write in buffer.writes:
-            write.wait()
-        buffer.writes = []
+        buffer.wait_uses()
         buffer.forget_reads()
         return self._free.popleft()
 

@@ -335,6 +335,7 @@ class ParamUpdates:
             if recalled is not None:
                 recalled.wait_reads()
                 recalled.check_reads()
+                recalled.wait_uses()  # a step that was redone may still be writing from it
             pieces = [ShardPiece.of(shard, ranges[shard.param]) for shard in changed]
             update = Update(recalled or self._take(unit), pieces, early, recalled is not None)
             targets |= {id(shard.param): shard.view(update.buffer.data) for shard in changed}

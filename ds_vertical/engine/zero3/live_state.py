@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.call_guard import Calls
@@ -13,6 +13,8 @@ from ds_vertical.errors import StorageError
 from ds_vertical.interrupts import Changed
 from ds_vertical.io.checksums import ChecksumError
 from ds_vertical.offload.consistency import WHOLE, StateGuard
+
+_INSIDE: Final = "called within a step or an evaluation, where state is on its way; call it between two"
 
 
 class Transfers(Protocol):
@@ -48,10 +50,21 @@ class LiveState:
         before = self.num_inside
         return Changed(partial(setattr, self, "num_inside", before), partial(setattr, self, "num_inside", before + 1))
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is in a step or an evaluation."""
+        return self.num_inside > 0 and self._calls.is_mine
+
     def refuse_inside(self, call: str) -> None:
         """Raise RuntimeError where this thread is in a step or an evaluation. `call`: the user's, for the message."""
-        if self.num_inside and self._calls.is_mine:
-            raise RuntimeError(f"{call}: called within a step or an evaluation, where state is on its way; call it between two")
+        if self.is_inside:
+            raise RuntimeError(f"{call}: {_INSIDE}")
+
+    def refuse_compressed_inside(self, call: str) -> None:
+        """As `refuse_inside`, for what only compressed masters forbid there."""
+        if self.is_inside:
+            key = "vertical_schedule.optimizer_compression"
+            raise RuntimeError(f'{call} with "{key}": true: {_INSIDE}, or write "{key}": false')
 
     @property
     def failure(self) -> BaseException | None:

@@ -58,6 +58,8 @@ class VerticalStage3(ChunkedStage3):
     `kernel`, `slots`, `further_slots`, `gradients`, `holding` and `gradients_on_ssd` from `start_pipeline` on.
     """
 
+    _is_open = True  # until `close`
+
     def __init__(self, *args: Any, layers: LayerMap, vertical: RunSettings, **kwargs: Any) -> None:
         self._vertical, self.compresses = vertical, vertical.optimizer_compression
         stops = vertical.on_nonfinite == "stop"
@@ -220,21 +222,23 @@ class VerticalStage3(ChunkedStage3):
         finds compressed masters there."""
         self.flush()
         if self.stepper.masters is not None:
-            self.live.refuse_inside('a use of optimizer state with "vertical_schedule.optimizer_compression": true')
+            self.live.refuse_compressed_inside("a use of optimizer state")
         if not self.live.num_inside:
             self.stepper.gather_state()
 
     def close(self) -> None:
-        """`flush_state`, then end the pipeline's thread and give its memory back; harmless when called twice."""
+        """`flush_state` (state may be read after it) unless a step is under way, then end the pipeline's thread and give its
+        memory back; harmless when called twice."""
         if not hasattr(self, "pipeline"):
             return
+        is_first, self._is_open = self._is_open, False
         with contextlib.ExitStack() as finally_:  # each of them, whatever the others raise; the last one first
             finally_.callback(_unlock, self.slots)
             finally_.callback(_rest, self.further_slots)
             finally_.callback(self.kernel.close)
             finally_.callback(self.gradients.close)
             finally_.callback(self.pipeline.close)
-            if self.live.failure is None and not self.live.apart:
+            if is_first and self.live.failure is None and not self.live.apart and not self.live.is_inside:
                 self.flush_state()
 
 

@@ -150,13 +150,17 @@ class CompressedMasters:
     ) -> bool:
         """Let these steps of one unit meet whole masters and write compressed ones. `update`: of their parameters on SSD;
         `targets`: by id the memory for the new values of all; `generation`: of the files that they write. Returns whether any
-        of them reads a parameter's file."""
+        of them reads a parameter's file. Raises StaleRecordError for a compressed part of whose parameters none is updated."""
         reads = False
         for part, job in steps:
             if part in self._places and update is not None:
                 chunk, num_bytes = self._chunks[part.chunk], job.targets[0].num_bytes
                 low = self._low(chunk, part, generation(part), num_bytes)
                 reads |= _CompressedStep(self, part, low, job, _Target(chunk, part, update, targets)).begin()
+            elif self.of(part) is not None:
+                raise StaleRecordError(
+                    f"{job.what}: its masters are compressed, and no update of its parameters' files is open"
+                )
         return reads
 
     def _low(self, chunk: Chunk, part: Part, generation: int, num_bytes: int) -> Extent:
