@@ -31,9 +31,9 @@ import torch
 from ds_vertical.interrupts import waiting
 from ds_vertical.io.aio import DiskQueue, Transfer, complete
 from ds_vertical.io.checksums import ChecksumError, Checksums
-from ds_vertical.io.extents import Extent
+from ds_vertical.io.extents import Extent, ExtentIndex
 from ds_vertical.io.ticket import Ticket
-from ds_vertical.offload.state_prefetch import FreeSlots, PrefetchJob, PrefetchQueue, Slot
+from ds_vertical.offload.state_prefetch import FreeSlots, Prefetch, PrefetchJob, PrefetchQueue, Slot
 from ds_vertical.schedule.trace import Tracer, now
 
 _TURN_S: Final = 1.0
@@ -84,7 +84,7 @@ class JobGroup:
 class PipelineSettings:
     """`begin` is called on the pipeline's thread, ahead of the first job. `checksums` notes all that is written and checks all
     that is read. `overlap`: where false, a job starts when the one before it, its writes included, is complete. `further`:
-    slots for what is expected, which nobody may use before `ReadStage.allow`; see [Note: further slots]."""
+    slots for what is expected, which nobody may use before `StepPipeline.allow`; see [Note: further slots]."""
 
     tracer: Tracer = field(default_factory=Tracer)
     begin: Callable[[], None] = lambda: None
@@ -135,7 +135,7 @@ class WriteStage:
     @property
     def is_busy(self) -> bool:
         """Whether any write has not been waited for."""
-        return any(self._under_way.values())
+        return bool(self._under_way)
 
     def start(self, job: StepJob, slot: Slot, views: Sequence[torch.Tensor]) -> None:
         """Start writing the job's state out of `views`, and note its checksums beside that."""
@@ -159,7 +159,10 @@ class WriteStage:
                 write.wait()
             elif not write.done:
                 left.append((written, write))
-        self._under_way[extent.path] = left
+        if left:
+            self._under_way[extent.path] = left
+        else:
+            self._under_way.pop(extent.path, None)
 
     def settle(self, slots: Iterable[Slot]) -> None:
         """Complete all writes, those of `slots` included. Raises DiskError."""
@@ -177,7 +180,7 @@ class ReadStage:
     """Gives slots to jobs and starts the reads of their state, those of expected jobs into slots that would lie idle.
 
     `free`: slots that no job has; `reading`: the jobs under way, in order; `most`: slots that may be used. Only the pipeline's
-    thread calls `start`, `read_ahead` and `take_slot`.
+    thread calls `start`, `begin`, `pop`, `read_ahead`, `take_slot` and `rest_free`.
     """
 
     def __init__(
@@ -189,21 +192,48 @@ class ReadStage:
         lock: threading.RLock,
     ) -> None:
         self.slots = tuple(Slot(data, number) for number, data in enumerate((*slots, *further)))
-        self.free = FreeSlots(self.slots)
+        self.free = FreeSlots(self.slots, len(slots))
         self.expected = PrefetchQueue(self.free)
         self.reading: deque[tuple[StepJob, JobGroup, Slot | None]] = deque()
         self.most = self._least = len(slots)
         self._reader = reader
         self._writes = writes
         self._lock = lock
-        self._rests = False  # there are slots that may not be used any more
+        self._targets = ExtentIndex()  # of the jobs in `reading`
+        self._rests_behind: int | None = None  # slots behind so many are to give their memory back as they become free
 
-    def allow(self, num_bytes: float) -> None:
-        """Let further slots be used, as many as so many bytes hold, from now on. From any thread."""
+    def allow(self, num_bytes: float) -> bool:
+        """Let further slots be used, as many as so many bytes hold, from now on. Returns whether they have become fewer. The
+        lock is held."""
+        before, further = self.most, len(self.slots) - self._least
+        self.most = self._least + (min(further, int(num_bytes // self.slots[-1].data.numel())) if further else 0)
+        if self.most < before:
+            self.rest_behind(self.most)
+        return self.most < before
+
+    def rest_behind(self, most: int | None = None) -> None:
+        """The slots behind the first `most`, None: all further ones, give their memory back as they become free: `rest_free`
+        does it. The lock is held."""
+        most = self._least if most is None else most
+        self._rests_behind = most if self._rests_behind is None else min(most, self._rests_behind)
+
+    def rest_free(self) -> bool:
+        """Give the memory back that is to be given back, as far as its slots are free. Returns whether all of it is. The lock
+        is held."""
+        if self._rests_behind is not None and self.free.rest(self._rests_behind):
+            self._rests_behind = None
+        return self.is_rested
+
+    @property
+    def is_rested(self) -> bool:
+        """Whether no memory is to be given back."""
+        return self._rests_behind is None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of further slots that may have memory."""
         with self._lock:
-            before, further = self.most, self.slots[self._least :]
-            self.most = self._least + (min(len(further), int(num_bytes // further[0].data.numel())) if further else 0)
-            self._rests |= self.most < before
+            return self.free.held_bytes()
 
     @property
     def has_further(self) -> bool:
@@ -213,7 +243,12 @@ class ReadStage:
     @property
     def may_read_ahead(self) -> bool:
         """Whether a slot is free for a job that is expected and not being read."""
-        return self.free.has_below(self.most) and self.expected.next() is not None
+        expected = self.expected.next()
+        return expected is not None and self.free.has(self._slots_for(expected))
+
+    def _slots_for(self, expected: Prefetch) -> range:
+        """The numbers of slots that what is expected may take."""
+        return range(self._least if expected.far else 0, self.most)
 
     def start(self, job: StepJob, patient: bool) -> tuple[bool, Slot | None]:
         """Start the reads of a job. Returns whether it could, and its slot, None for a job that reads nothing. With `patient` a
@@ -235,33 +270,57 @@ class ReadStage:
                 job.started.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
         return True, slot
 
+    def begin(self, job: StepJob, batch: JobGroup, slot: Slot | None) -> None:
+        """The job is under way."""
+        self._targets.add(job.targets)
+        self.reading.append((job, batch, slot))
+
+    def pop(self) -> tuple[StepJob, JobGroup, Slot | None]:
+        """The oldest job that is under way, which is computed next."""
+        oldest = self.reading.popleft()
+        self._targets.remove(oldest[0].targets)
+        return oldest
+
+    def drop(self) -> None:
+        """No job is under way any more."""
+        self.reading.clear()
+        self._targets.clear()
+
     def is_due(self, extents: Sequence[Extent]) -> bool:
         """Whether a job that has not been computed is to write them."""
-        return any(extent.overlaps(target) for extent in extents for job, *_ in self.reading for target in job.targets)
+        return self._targets.overlaps(extents)
 
     def read_ahead(self, submitted: Collection[object]) -> None:
         """Give free slots to what is expected, unless anything that is submitted waits for one."""
+        while self._read_next(submitted):
+            pass
+
+    def _read_next(self, submitted: Collection[object]) -> bool:
+        """Start reading the state of the next job that is expected. Returns whether it could."""
         with self._lock:
-            if self._rests:
-                self._rests = not self.free.rest(self.most)
-            while not submitted and (expected := self.expected.next()):
-                if self.is_due(expected.extents) or any(map(self._writes.is_being_written, expected.extents)):
-                    return
-                expected.slot = slot = self.take_slot(patient=False)
-                if slot is None:
-                    return
-                for extent, view in zip(expected.extents, slot.views(expected.extents), strict=True):
-                    expected.reads.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
+            expected = self.expected.next()
+            if submitted or expected is None or self.is_due(expected.extents):
+                return False
+            if any(map(self._writes.is_being_written, expected.extents)):
+                return False
+            slot = self.free.take(self._slots_for(expected))
+            if slot is None:
+                return False
+            self.expected.begin(expected, slot)
+            for extent, view in zip(expected.extents, slot.views(expected.extents), strict=True):
+                expected.reads.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
+            return True
 
     def take_slot(self, patient: bool) -> Slot | None:
         """The first slot that is free; with `patient` wait for writes, or take one from what is expected."""
+        allowed = range(self.most)
         if patient:
             with self._lock:
-                if not self.free.has_below(self.most):
+                if not self.free.has(allowed):
                     self.expected.give_back_last()
-            self.free.wait_for_one(self.most)
+            self.free.wait_for_one(allowed)
         with self._lock:
-            return self.free.take(len(self.slots) if patient else self.most)
+            return self.free.take(range(len(self.slots)) if patient else allowed)
 
     def free_all(self) -> None:
         """Nothing is in flight or expected, so all slots are free; an interrupt may have forgotten one."""
@@ -314,13 +373,29 @@ class StepPipeline:
         num_bytes = sum(extent.num_bytes for job in jobs for extent in job.sources)
         return Ticket(what, lambda: self._wait(batch), num_bytes, lambda: batch.is_over)
 
-    def expect(self, jobs: Sequence[PrefetchJob]) -> None:
-        """Read the state of jobs that will be submitted soon, in this order, as far as slots are free. A hint: whether
-        they come does not matter."""
+    def expect(self, jobs: Sequence[PrefetchJob], far: bool = False) -> None:
+        """Read the state of jobs that will be submitted soon, in this order, as far as slots are free; into further slots alone
+        where they are `far`, behind the norm. A hint: whether they come does not matter."""
         with self._lock:
             if not self._closed and self.error is None:
                 self._wake()
-                self.reads.expected.add(jobs)
+                self.reads.expected.add(jobs, far)
+
+    def allow(self, num_bytes: float) -> None:
+        """Let further slots be used, as many as so many bytes hold, from now on. From any thread."""
+        with self._lock:
+            if self.reads.allow(num_bytes):
+                self.changes.tell()
+
+    def give_memory_back(self) -> None:
+        """Return when nothing is in flight or expected, as `wait_idle`, and no further slot has memory."""
+        self.wait_idle()
+        with self._lock:
+            if not self.reads.held_bytes or self.thread is None or self._closed:
+                return
+            self.reads.rest_behind()
+            self.changes.tell()
+        self.changes.wait_until(lambda: self.reads.is_rested or self._closed)
 
     def _wake(self) -> None:
         """The thread finds what is given to it while the caller holds the lock."""
@@ -395,10 +470,17 @@ class StepPipeline:
             if not (self._submitted or reads.reading or self._writes.is_busy):
                 self._idle = True
                 self.changes.tell()
-                self.changes.wait_on_own_thread(lambda: self._submitted or self._closed or reads.may_read_ahead)
+                self.changes.wait_on_own_thread(self._has_work)
+            reads.rest_free()
             ahead = not self._closed and reads.may_read_ahead
             self._idle = not (self._submitted or reads.reading or self._writes.is_busy or ahead)
             return not self._idle
+
+    def _has_work(self) -> bool:
+        """Whether there is anything to do, asked while nothing is under way; memory that is to be given back goes back first."""
+        if not self.reads.is_rested and self.reads.rest_free():
+            self.changes.tell()
+        return bool(self._submitted) or self._closed or self.reads.may_read_ahead
 
     def _advance(self) -> None:
         """Start the reads that have a slot, those of what is expected last; then compute the oldest job, then complete writes
@@ -410,7 +492,7 @@ class StepPipeline:
             pass
         reads.read_ahead(self._submitted)
         if reads.reading:
-            self._compute(*reads.reading.popleft())
+            self._compute(*reads.pop())
         elif not self._submitted:
             self._writes.settle(reads.slots)
 
@@ -424,7 +506,7 @@ class StepPipeline:
         if started:
             with self._lock:
                 self._submitted.popleft()
-            self.reads.reading.append((job, batch, slot))
+            self.reads.begin(job, batch, slot)
         return started
 
     def _compute(self, job: StepJob, batch: JobGroup, slot: Slot | None) -> None:
@@ -473,7 +555,7 @@ class StepPipeline:
         for job, _ in dropped:
             for transfer in job.started:
                 complete(transfer)
-        reads.reading.clear()
+        reads.drop()
         self._writes.forget()
         for slot in reads.slots:  # all writes in flight are those of slots
             written = [complete(write) for write in slot.writes]
