@@ -130,7 +130,8 @@ class WriteStage:
     def __init__(self, writer: DiskQueue, checksums: Checksums) -> None:
         self._writer = writer
         self._checksums = checksums
-        self._under_way: dict[Path, list[tuple[Extent, Transfer]]] = {}
+        self._under_way: dict[Path, deque[tuple[Extent, Transfer]]] = {}
+        self._index = ExtentIndex()  # of all of these
 
     @property
     def is_busy(self) -> bool:
@@ -143,30 +144,35 @@ class WriteStage:
             write = self._writer.write(view.data_ptr(), extent.num_bytes, extent.path, extent.offset)
             slot.beside = job.beside
             slot.writes.append(write)
-            self._under_way.setdefault(extent.path, []).append((extent, write))
+            self._under_way.setdefault(extent.path, deque()).append((extent, write))
+            self._index.add((extent,))
         for extent, view in zip(job.targets, views, strict=False):  # beside the writes
             self._checksums.note(extent.path, extent.offset, view.numpy())
 
     def is_being_written(self, extent: Extent) -> bool:
         """Whether a write of any of these bytes is not complete."""
-        return any(written.overlaps(extent) and not write.done for written, write in self._under_way.get(extent.path, ()))
+        return any(not write.done for write in self._of(extent))
 
     def wait_for(self, extent: Extent) -> None:
         """Complete earlier writes of the bytes about to be read or written: a queue keeps no order."""
-        left: list[tuple[Extent, Transfer]] = []
-        for written, write in self._under_way.get(extent.path, ()):
-            if written.overlaps(extent):
-                write.wait()
-            elif not write.done:
-                left.append((written, write))
-        if left:
-            self._under_way[extent.path] = left
-        else:
+        for write in self._of(extent):
+            write.wait()
+        left = self._under_way.get(extent.path)
+        while left and left[0][1].done:
+            self._index.remove((left.popleft()[0],))
+        if not left:
             self._under_way.pop(extent.path, None)
+
+    def _of(self, extent: Extent) -> list[Transfer]:
+        """The writes of any of these bytes."""
+        if not self._index.overlaps((extent,)):
+            return []
+        return [write for written, write in self._under_way.get(extent.path, ()) if written.overlaps(extent)]
 
     def settle(self, slots: Iterable[Slot]) -> None:
         """Complete all writes, those of `slots` included. Raises DiskError."""
         writes, self._under_way = self._under_way, {}
+        self._index.clear()
         started = [write for entries in writes.values() for _, write in entries]
         for write in (*started, *(write for slot in slots for write in slot.writes)):
             write.wait()
@@ -174,6 +180,7 @@ class WriteStage:
     def forget(self) -> None:
         """After a failure: the slots have the writes in flight."""
         self._under_way.clear()
+        self._index.clear()
 
 
 class ReadStage:

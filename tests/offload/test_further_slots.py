@@ -168,7 +168,7 @@ def test_a_pipeline_without_further_slots_has_no_room_for_any(tmp_path: Path) ->
 
 def calls_for(folder: Path, count: int) -> tuple[int, int]:
     """(Python calls on the pipeline's thread, comparisons of extents and paths on any) for so many jobs that are told, and begun,
-    at once, half as many that find no slot, and one that is in nobody's way."""
+    at once, half as many that find no slot, and one that is not told."""
     calls, compared = itertools.count(), itertools.count()
 
     def counted(frame: Any, event: str, _: Any) -> None:
@@ -183,8 +183,8 @@ def calls_for(folder: Path, count: int) -> tuple[int, int]:
         rig = FurtherRig(folder, count)
     finally:
         threading.setprofile(None)
-    file = zeros(folder / "file", 6 * count)
-    jobs = [rig.add_one(str(i), blocks(file, 4 * i, 4)) for i in range(count * 3 // 2)]
+    files = [zeros(folder / str(number), 40) for number in range(count * 3 // 20)]
+    jobs = [rig.add_one(f"{file.name}.{i}", blocks(file, 4 * i, 4)) for file in files for i in range(10)]
     rig.pipeline.allow(10**12)
     before = next(calls), next(compared)
     rig.tell(*jobs)
@@ -192,7 +192,7 @@ def calls_for(folder: Path, count: int) -> tuple[int, int]:
     rig.submit(rig.add_one("other", blocks(zeros(folder / "other", 4), 0, 4)))
     rig.submit(*jobs)
     assert within_limit(rig.pipeline.drain) is None
-    assert rig.computed == ["other", *(str(i) for i in range(len(jobs)))] and values(file) == [1] * 6 * count
+    assert rig.computed == ["other", *(job.what for job in jobs)] and all(values(file) == [1] * 40 for file in files)
     found = next(calls) - before[0], next(compared) - before[1]
     assert within_limit(rig.close) is None
     return found
@@ -200,7 +200,7 @@ def calls_for(folder: Path, count: int) -> tuple[int, int]:
 
 def test_a_job_costs_as_much_among_thousands_as_among_a_few(tmp_path: Path) -> None:
     few, many = calls_for(tmp_path / "few", 100), calls_for(tmp_path / "many", 2000)
-    assert few[0] > 1000 and many[0] < 2 * 20 * few[0]
+    assert few[0] > 1000 and many[0] < 1.5 * 20 * few[0], (few, many)
     assert many[1] < 12 * 3000
 
 
