@@ -293,6 +293,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     report = machine_cache.slowest_report(ranks.all_gathered(measured))
     resolved = choose_all(section, resolved, forecast_of, model, report, room)
     resolved, planner = open_choice(KeepPlanner(forecast := forecast_of(resolved).paired(room), resolved, report, *room))
+    disk_check.limit_ahead(forecast, config, resolved)
     needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     check_room(resolved.activations, host_bytes, left)
     resolved = settle_read_ahead(section, resolved, forecast)

@@ -1,4 +1,5 @@
-"""The memory slots of the optimizer's pipeline, and the steps whose state it reads before they can be issued.
+"""What the optimizer's pipeline is made of: jobs, memory slots, writes, a lock, and the steps whose state it reads before they
+can be issued.
 
 [Note: reading ahead] Where the state of a step lies is known long before its gradient is there. So the schedule's handlers say
 which step comes next, and slots that would lie idle take its state from the SSD meanwhile. Nothing but time depends on it: the
@@ -8,22 +9,32 @@ state of a step that was not expected, or that is another than was said, is read
 there are slots besides those that the pipeline needs, as many as the memory budget has room for. Their memory is taken when a
 slot is first written to. The pipeline takes the first slot that is free, so that slots behind it take no memory while a few are
 enough. What is told so never takes one of the usual slots: early parts that are taken again behind the norm need them.
-`StepPipeline.allow` says how many may be used: where they become fewer, the pipeline's thread gives the others' memory back.
-`StepPipeline.give_memory_back` has it give back the memory of all further slots.
+`ReadStage.allow` says how many may be used: where they become fewer, the pipeline's thread gives the others' memory back.
+`ReadStage.give_memory_back` has it give back the memory of all further slots.
+
+[Note: the lock] Other threads than the pipeline's own, where interrupts come, take the lock itself and no condition, whose
+methods are Python's: one that is cut between taking it and saying so keeps it for ever. They wait by a lock of their own.
 """
 
 from __future__ import annotations
 
 import heapq
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
 
 import torch
 
+from ds_vertical.interrupts import waiting
 from ds_vertical.io import host
-from ds_vertical.io.aio import Transfer, complete
+from ds_vertical.io.aio import DiskQueue, Transfer, complete
+from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.extents import Extent, ExtentIndex
+
+_TURN_S: Final = 1.0
 
 
 class Slot:
@@ -273,3 +284,134 @@ class PrefetchQueue:
         if slot is not None:
             self._free.append(slot)
             self._read.remove(entry.extents)
+
+
+@dataclass
+class StepJob:
+    """One part's step. `extents`: its state on SSD (master, moments), none where the state is in memory. `inputs`: what else
+    it reads (its gradient). `beside`: it writes beside what is current; see [Note: failures].
+
+    `compute` gets one uint8 tensor per extent, then per input, filled from its file, and changes the state in place.
+    """
+
+    what: str
+    extents: Sequence[Extent]
+    compute: Callable[[Sequence[torch.Tensor]], None]
+    outputs: Sequence[Extent] | None = None  # where the state is written; None: where it was read
+    inputs: Sequence[Extent] = ()
+    beside: bool = False
+    started: list[Transfer] = field(default_factory=list)
+
+    @property
+    def sources(self) -> Sequence[Extent]:
+        """All that the job reads: its state, then the rest."""
+        return (*self.extents, *self.inputs)
+
+    @property
+    def targets(self) -> Sequence[Extent]:
+        """Where the job writes its state."""
+        return self.extents if self.outputs is None else self.outputs
+
+
+class JobGroup:
+    """Jobs submitted together; complete when all have been computed (their writes may be under way)."""
+
+    def __init__(self, jobs: Sequence[StepJob], finish: Callable[[], None]) -> None:
+        self.left = len(jobs)
+        self.finish = finish
+        self.error: BaseException | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is left to compute, or will be computed any more."""
+        return self.left == 0 or self.error is not None
+
+
+class ChangeSignal:
+    """The lock of a pipeline, and word of each change to the threads that wait for one; see [Note: the lock]."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._condition = threading.Condition(self.lock)  # for the pipeline's thread
+        self._turns: list[threading.Lock] = []  # of the other threads that wait
+
+    def tell(self) -> None:
+        """Something has changed. The caller holds the lock."""
+        self._condition.notify_all()
+        while self._turns:
+            self._turns.pop().release()
+
+    @waiting
+    def wait_until(self, is_so: Callable[[], object]) -> None:
+        """Return once `is_so`, which is asked under the lock. From any thread, which an interrupt may cut."""
+        while True:
+            turn = threading.Lock()
+            turn.acquire()
+            with self.lock:
+                if is_so():
+                    return
+                self._turns.append(turn)
+            turn.acquire(timeout=_TURN_S)  # the thread that was to release it may have been cut
+
+    def wait_on_own_thread(self, is_so: Callable[[], object]) -> None:
+        """As `wait_until`, from the pipeline's thread, which holds the lock and which no interrupt reaches."""
+        self._condition.wait_for(is_so)
+
+
+class WriteStage:
+    """The writes of computed state, which may not be complete. Only the pipeline's thread calls it."""
+
+    def __init__(self, writer: DiskQueue, checksums: Checksums) -> None:
+        self._writer = writer
+        self._checksums = checksums
+        self._under_way: dict[Path, deque[tuple[Extent, Transfer]]] = {}
+        self._index = ExtentIndex()  # of all of these
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any write has not been waited for."""
+        return bool(self._under_way)
+
+    def start(self, job: StepJob, slot: Slot, views: Sequence[torch.Tensor]) -> None:
+        """Start writing the job's state out of `views`, and note its checksums beside that."""
+        for extent, view in zip(job.targets, views[: len(job.extents)], strict=True):
+            write = self._writer.write(view.data_ptr(), extent.num_bytes, extent.path, extent.offset)
+            slot.beside = job.beside
+            slot.writes.append(write)
+            self._under_way.setdefault(extent.path, deque()).append((extent, write))
+            self._index.add((extent,))
+        for extent, view in zip(job.targets, views, strict=False):  # beside the writes
+            self._checksums.note(extent.path, extent.offset, view.numpy())
+
+    def is_being_written(self, extent: Extent) -> bool:
+        """Whether a write of any of these bytes is not complete."""
+        return any(not write.done for write in self._of(extent))
+
+    def wait_for(self, extent: Extent) -> None:
+        """Complete earlier writes of the bytes about to be read or written: a queue keeps no order."""
+        for write in self._of(extent):
+            write.wait()
+        left = self._under_way.get(extent.path)
+        while left and left[0][1].done:
+            self._index.remove((left.popleft()[0],))
+        if not left:
+            self._under_way.pop(extent.path, None)
+
+    def _of(self, extent: Extent) -> list[Transfer]:
+        """The writes of any of these bytes."""
+        if not self._index.overlaps((extent,)):
+            return []
+        return [write for written, write in self._under_way.get(extent.path, ()) if written.overlaps(extent)]
+
+    def settle(self, slots: Iterable[Slot]) -> None:
+        """Complete all writes, those of `slots` included. Raises DiskError."""
+        writes, self._under_way = self._under_way, {}
+        self._index.clear()
+        started = [write for entries in writes.values() for _, write in entries]
+        for write in (*started, *(write for slot in slots for write in slot.writes)):
+            write.wait()
+
+    def forget(self) -> None:
+        """After a failure: the slots have the writes in flight."""
+        self._under_way.clear()
+        self._index.clear()

@@ -9,9 +9,6 @@ nothing submitted has use for read what is expected next, and there may be furth
 [Note: failures] After the first failure nothing more is computed. A job that writes beside what is current leaves the state
 as it was, whatever becomes of it; any other one that failed, or was not run any more, has torn it. So has a job
 that does not read what was written.
-
-[Note: the lock] Other threads than the pipeline's own, where interrupts come, take the lock itself and no condition, whose
-methods are Python's: one that is cut between taking it and saying so keeps it for ever. They wait by a lock of their own.
 """
 
 from __future__ import annotations
@@ -21,70 +18,34 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Final
 
 import torch
 
-from ds_vertical.interrupts import waiting
-from ds_vertical.io.aio import DiskQueue, Transfer, complete
+from ds_vertical.io.aio import DiskQueue, complete
 from ds_vertical.io.checksums import ChecksumError, Checksums
 from ds_vertical.io.extents import Extent, ExtentIndex
 from ds_vertical.io.ticket import Ticket
-from ds_vertical.offload.state_prefetch import FreeSlots, Prefetch, PrefetchJob, PrefetchQueue, Slot
+from ds_vertical.offload.state_prefetch import (
+    ChangeSignal,
+    FreeSlots,
+    JobGroup,
+    Prefetch,
+    PrefetchJob,
+    PrefetchQueue,
+    Slot,
+    StepJob,
+    WriteStage,
+)
 from ds_vertical.schedule.trace import Tracer, now
-
-_TURN_S: Final = 1.0
-
-
-@dataclass
-class StepJob:
-    """One part's step. `extents`: its state on SSD (master, moments), none where the state is in memory. `inputs`: what else
-    it reads (its gradient). `beside`: it writes beside what is current; see [Note: failures].
-
-    `compute` gets one uint8 tensor per extent, then per input, filled from its file, and changes the state in place.
-    """
-
-    what: str
-    extents: Sequence[Extent]
-    compute: Callable[[Sequence[torch.Tensor]], None]
-    outputs: Sequence[Extent] | None = None  # where the state is written; None: where it was read
-    inputs: Sequence[Extent] = ()
-    beside: bool = False
-    started: list[Transfer] = field(default_factory=list)
-
-    @property
-    def sources(self) -> Sequence[Extent]:
-        """All that the job reads: its state, then the rest."""
-        return (*self.extents, *self.inputs)
-
-    @property
-    def targets(self) -> Sequence[Extent]:
-        """Where the job writes its state."""
-        return self.extents if self.outputs is None else self.outputs
-
-
-class JobGroup:
-    """Jobs submitted together; complete when all have been computed (their writes may be under way)."""
-
-    def __init__(self, jobs: Sequence[StepJob], finish: Callable[[], None]) -> None:
-        self.left = len(jobs)
-        self.finish = finish
-        self.error: BaseException | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing of it is left to compute, or will be computed any more."""
-        return self.left == 0 or self.error is not None
 
 
 @dataclass(frozen=True)
 class PipelineSettings:
     """`begin` is called on the pipeline's thread, ahead of the first job. `checksums` notes all that is written and checks all
     that is read. `overlap`: where false, a job starts when the one before it, its writes included, is complete. `further`:
-    slots for what is expected, which nobody may use before `StepPipeline.allow`; see [Note: further slots]."""
+    slots for what is expected, which nobody may use before `ReadStage.allow`; see [Note: further slots]."""
 
     tracer: Tracer = field(default_factory=Tracer)
     begin: Callable[[], None] = lambda: None
@@ -93,101 +54,11 @@ class PipelineSettings:
     further: Sequence[torch.Tensor] = ()
 
 
-class ChangeSignal:
-    """The lock of a pipeline, and word of each change to the threads that wait for one; see [Note: the lock]."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self._condition = threading.Condition(self.lock)  # for the pipeline's thread
-        self._turns: list[threading.Lock] = []  # of the other threads that wait
-
-    def tell(self) -> None:
-        """Something has changed. The caller holds the lock."""
-        self._condition.notify_all()
-        while self._turns:
-            self._turns.pop().release()
-
-    @waiting
-    def wait_until(self, is_so: Callable[[], object]) -> None:
-        """Return once `is_so`, which is asked under the lock. From any thread, which an interrupt may cut."""
-        while True:
-            turn = threading.Lock()
-            turn.acquire()
-            with self.lock:
-                if is_so():
-                    return
-                self._turns.append(turn)
-            turn.acquire(timeout=_TURN_S)  # the thread that was to release it may have been cut
-
-    def wait_on_own_thread(self, is_so: Callable[[], object]) -> None:
-        """As `wait_until`, from the pipeline's thread, which holds the lock and which no interrupt reaches."""
-        self._condition.wait_for(is_so)
-
-
-class WriteStage:
-    """The writes of computed state, which may not be complete. Only the pipeline's thread calls it."""
-
-    def __init__(self, writer: DiskQueue, checksums: Checksums) -> None:
-        self._writer = writer
-        self._checksums = checksums
-        self._under_way: dict[Path, deque[tuple[Extent, Transfer]]] = {}
-        self._index = ExtentIndex()  # of all of these
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether any write has not been waited for."""
-        return bool(self._under_way)
-
-    def start(self, job: StepJob, slot: Slot, views: Sequence[torch.Tensor]) -> None:
-        """Start writing the job's state out of `views`, and note its checksums beside that."""
-        for extent, view in zip(job.targets, views[: len(job.extents)], strict=True):
-            write = self._writer.write(view.data_ptr(), extent.num_bytes, extent.path, extent.offset)
-            slot.beside = job.beside
-            slot.writes.append(write)
-            self._under_way.setdefault(extent.path, deque()).append((extent, write))
-            self._index.add((extent,))
-        for extent, view in zip(job.targets, views, strict=False):  # beside the writes
-            self._checksums.note(extent.path, extent.offset, view.numpy())
-
-    def is_being_written(self, extent: Extent) -> bool:
-        """Whether a write of any of these bytes is not complete."""
-        return any(not write.done for write in self._of(extent))
-
-    def wait_for(self, extent: Extent) -> None:
-        """Complete earlier writes of the bytes about to be read or written: a queue keeps no order."""
-        for write in self._of(extent):
-            write.wait()
-        left = self._under_way.get(extent.path)
-        while left and left[0][1].done:
-            self._index.remove((left.popleft()[0],))
-        if not left:
-            self._under_way.pop(extent.path, None)
-
-    def _of(self, extent: Extent) -> list[Transfer]:
-        """The writes of any of these bytes."""
-        if not self._index.overlaps((extent,)):
-            return []
-        return [write for written, write in self._under_way.get(extent.path, ()) if written.overlaps(extent)]
-
-    def settle(self, slots: Iterable[Slot]) -> None:
-        """Complete all writes, those of `slots` included. Raises DiskError."""
-        writes, self._under_way = self._under_way, {}
-        self._index.clear()
-        started = [write for entries in writes.values() for _, write in entries]
-        for write in (*started, *(write for slot in slots for write in slot.writes)):
-            write.wait()
-
-    def forget(self) -> None:
-        """After a failure: the slots have the writes in flight."""
-        self._under_way.clear()
-        self._index.clear()
-
-
 class ReadStage:
     """Gives slots to jobs and starts the reads of their state, those of expected jobs into slots that would lie idle.
 
     `free`: slots that no job has; `reading`: the jobs under way, in order; `most`: slots that may be used. Only the pipeline's
-    thread calls `start`, `begin`, `pop`, `read_ahead`, `take_slot` and `rest_free`.
+    thread calls `start`, `begin`, `pop`, `read_ahead`, `take_slot` and `turn`.
     """
 
     def __init__(
@@ -196,7 +67,7 @@ class ReadStage:
         further: Sequence[torch.Tensor],
         reader: DiskQueue,
         writes: WriteStage,
-        lock: threading.RLock,
+        changes: ChangeSignal,
     ) -> None:
         self.slots = tuple(Slot(data, number) for number, data in enumerate((*slots, *further)))
         self.free = FreeSlots(self.slots, len(slots))
@@ -205,36 +76,46 @@ class ReadStage:
         self.most = self._least = len(slots)
         self._reader = reader
         self._writes = writes
-        self._lock = lock
+        self._changes = changes
+        self._lock = changes.lock
         self._targets = ExtentIndex()  # of the jobs in `reading`
         self._rests_behind: int | None = None  # slots behind so many are to give their memory back as they become free
 
-    def allow(self, num_bytes: float) -> bool:
-        """Let further slots be used, as many as so many bytes hold, from now on. Returns whether they have become fewer. The
-        lock is held."""
-        before, further = self.most, len(self.slots) - self._least
-        self.most = self._least + (min(further, int(num_bytes // self.slots[-1].data.numel())) if further else 0)
-        if self.most < before:
-            self.rest_behind(self.most)
-        return self.most < before
+    def allow(self, num_bytes: float) -> None:
+        """Let further slots be used, as many as so many bytes hold, from now on. From any thread."""
+        with self._lock:
+            before, further = self.most, len(self.slots) - self._least
+            self.most = self._least + (min(further, int(num_bytes // self.slots[-1].data.numel())) if further else 0)
+            if self.most < before:
+                self._rest_behind(self.most)
 
-    def rest_behind(self, most: int | None = None) -> None:
-        """The slots behind the first `most`, None: all further ones, give their memory back as they become free: `rest_free`
-        does it. The lock is held."""
-        most = self._least if most is None else most
+    def give_memory_back(self) -> None:
+        """Return when no further slot has memory. Nothing may be in flight or expected: see `StepPipeline.wait_idle`."""
+        with self._lock:
+            if not self.held_bytes:
+                return
+            self._rest_behind(self._least)
+        self._changes.wait_until(lambda: self._rests_behind is None)
+
+    def close(self) -> None:
+        """The pipeline's thread has ended: nothing is expected any more, and no further slot has memory."""
+        with self._lock:
+            self.expected.clear()
+            self._rest_behind(self._least)
+            self.turn()
+
+    def _rest_behind(self, most: int) -> None:
+        """The pipeline's thread is to give the memory of the slots behind the first `most` back, as they become free."""
         self._rests_behind = most if self._rests_behind is None else min(most, self._rests_behind)
+        self._changes.tell()
 
-    def rest_free(self) -> bool:
-        """Give the memory back that is to be given back, as far as its slots are free. Returns whether all of it is. The lock
-        is held."""
+    def turn(self) -> bool:
+        """Give the memory back that is to be given back, as far as its slots are free. Returns whether a slot is free for a job
+        that is expected and not being read. The lock is held."""
         if self._rests_behind is not None and self.free.rest(self._rests_behind):
             self._rests_behind = None
-        return self.is_rested
-
-    @property
-    def is_rested(self) -> bool:
-        """Whether no memory is to be given back."""
-        return self._rests_behind is None
+            self._changes.tell()
+        return self.may_read_ahead
 
     @property
     def held_bytes(self) -> int:
@@ -357,7 +238,7 @@ class StepPipeline:
         self._lock = self.changes.lock
         self._settings = settings or PipelineSettings()
         self._writes = WriteStage(writer, self._settings.checksums)
-        self.reads = ReadStage(slots, self._settings.further, reader, self._writes, self._lock)
+        self.reads = ReadStage(slots, self._settings.further, reader, self._writes, self.changes)
         self.reader = reader
         self.writer = writer
         self._submitted: deque[tuple[StepJob, JobGroup]] = deque()
@@ -387,22 +268,6 @@ class StepPipeline:
             if not self._closed and self.error is None:
                 self._wake()
                 self.reads.expected.add(jobs, far)
-
-    def allow(self, num_bytes: float) -> None:
-        """Let further slots be used, as many as so many bytes hold, from now on. From any thread."""
-        with self._lock:
-            if self.reads.allow(num_bytes):
-                self.changes.tell()
-
-    def give_memory_back(self) -> None:
-        """Return when nothing is in flight or expected, as `wait_idle`, and no further slot has memory."""
-        self.wait_idle()
-        with self._lock:
-            if not self.reads.held_bytes or self.thread is None or self._closed:
-                return
-            self.reads.rest_behind()
-            self.changes.tell()
-        self.changes.wait_until(lambda: self.reads.is_rested or self._closed)
 
     def _wake(self) -> None:
         """The thread finds what is given to it while the caller holds the lock."""
@@ -442,7 +307,7 @@ class StepPipeline:
             self.changes.tell()
         if self.thread is not None:
             self.thread.join()
-        self.reads.expected.clear()
+        self.reads.close()
         self.reader.close()
         self.writer.close()
 
@@ -477,17 +342,10 @@ class StepPipeline:
             if not (self._submitted or reads.reading or self._writes.is_busy):
                 self._idle = True
                 self.changes.tell()
-                self.changes.wait_on_own_thread(self._has_work)
-            reads.rest_free()
-            ahead = not self._closed and reads.may_read_ahead
+                self.changes.wait_on_own_thread(lambda: reads.turn() or self._submitted or self._closed)
+            ahead = reads.turn() and not self._closed
             self._idle = not (self._submitted or reads.reading or self._writes.is_busy or ahead)
             return not self._idle
-
-    def _has_work(self) -> bool:
-        """Whether there is anything to do, asked while nothing is under way; memory that is to be given back goes back first."""
-        if not self.reads.is_rested and self.reads.rest_free():
-            self.changes.tell()
-        return bool(self._submitted) or self._closed or self.reads.may_read_ahead
 
     def _advance(self) -> None:
         """Start the reads that have a slot, those of what is expected last; then compute the oldest job, then complete writes

@@ -68,14 +68,13 @@ def num_slots(num_pieces: int, overlap: bool) -> int:
     return min(SLOTS if overlap else 1, num_pieces)
 
 
-def slots_ahead(num_pieces: int, slots: int, slot_bytes: float, room: float, most_bytes: float | None = None) -> int:
-    """Slots for state that is read ahead of the norm, besides `slots`: for all pieces, as far as a part of the `room` that all
-    else leaves holds them. `most_bytes`: that they may take, None: any number."""
+def slots_ahead(num_pieces: int, slot_bytes: float, room: float, most_bytes: float | None = None) -> int:
+    """Slots for state that is read ahead of the norm: for all pieces, as far as a part of the `room` that all else leaves holds
+    them. `most_bytes`: that they may take, None: any number."""
     held = USED_BY_READING * max(0.0, room)
     if most_bytes is not None:
         held = min(held, most_bytes)
-    wanted = max(0, num_pieces - slots)
-    return wanted if held >= wanted * slot_bytes else int(held // slot_bytes)
+    return num_pieces if held >= num_pieces * slot_bytes else int(held // slot_bytes)
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def jobs_of(rig: FurtherRig, file: Path, count: int = FURTHER) -> list[StepJob]:
 def test_as_many_further_slots_are_used_as_the_room_holds(rig: FurtherRig, tmp_path: Path, room: float, begun: int) -> None:
     file = zeros(tmp_path / "file", 40)
     jobs = [rig.add_one(str(i), blocks(file, 4 * i, 4)) for i in range(10)]
-    rig.pipeline.allow(room)
+    rig.pipeline.reads.allow(room)
     rig.tell(*jobs)
     rig.await_begun(begun)
     rig.submit(*jobs)
@@ -91,7 +91,7 @@ def test_as_many_further_slots_are_used_as_the_room_holds(rig: FurtherRig, tmp_p
 
 def test_further_slots_take_no_memory_before_they_are_needed(rig: FurtherRig, tmp_path: Path) -> None:
     file = zeros(tmp_path / "file", 32)
-    rig.pipeline.allow(10**12)
+    rig.pipeline.reads.allow(10**12)
     for _ in range(3):
         for job in jobs_of(rig, file):
             assert within_limit(rig.submit(job)) is None
@@ -103,7 +103,7 @@ def test_memory_of_slots_that_may_not_be_used_any_more_is_given_back(rig: Furthe
     file = zeros(tmp_path / "file", 32)
     jobs = jobs_of(rig, file)
     for room, further in ((10**12, 6), (2 * SLOT, 2), (0, 0), (10**12, 6)):
-        rig.pipeline.allow(room)
+        rig.pipeline.reads.allow(room)
         rig.tell(*jobs)
         rig.await_begun(further)
         assert rig.pages == further * SLOT // mmap.PAGESIZE
@@ -121,7 +121,7 @@ def test_what_is_told_twice_is_read_once(rig: FurtherRig, tmp_path: Path, monkey
         return read(address, num_bytes, *place)
 
     monkeypatch.setattr(rig.reader, "read", noted)
-    rig.pipeline.allow(10**12)
+    rig.pipeline.reads.allow(10**12)
     rig.tell(*jobs)
     rig.await_begun(FURTHER)
     for number, job in enumerate(jobs):
@@ -134,7 +134,7 @@ def test_what_is_told_twice_is_read_once(rig: FurtherRig, tmp_path: Path, monkey
 def test_a_drain_that_reads_on_leaves_what_is_expected(rig: FurtherRig, tmp_path: Path) -> None:
     file, other = zeros(tmp_path / "file", 32), zeros(tmp_path / "other", 4)
     jobs = jobs_of(rig, file)
-    rig.pipeline.allow(10**12)
+    rig.pipeline.reads.allow(10**12)
     rig.tell(*jobs)
     rig.await_begun(FURTHER)
     rig.submit(rig.add_one("early", blocks(other, 0, 4)))  # has a slot all the same
@@ -150,7 +150,7 @@ def test_a_drain_that_reads_on_leaves_what_is_expected(rig: FurtherRig, tmp_path
 def test_a_failure_frees_all_slots(rig: FurtherRig, tmp_path: Path, fault: bool) -> None:
     file = zeros(tmp_path / "file", 32)
     jobs = jobs_of(rig, file)
-    rig.pipeline.allow(10**12)
+    rig.pipeline.reads.allow(10**12)
     rig.tell(*jobs)
     rig.await_begun(FURTHER)
     if fault:
@@ -161,14 +161,14 @@ def test_a_failure_frees_all_slots(rig: FurtherRig, tmp_path: Path, fault: bool)
 
 def test_a_pipeline_without_further_slots_has_no_room_for_any(tmp_path: Path) -> None:
     rig = Rig(3)
-    rig.pipeline.allow(10**12)
+    rig.pipeline.reads.allow(10**12)
     assert not rig.pipeline.reads.has_further and rig.pipeline.reads.most == 3
     rig.close()
 
 
 def calls_for(folder: Path, count: int) -> tuple[int, int]:
-    """(Python calls on the pipeline's thread, comparisons of extents and paths on any) for so many jobs that are told, and begun,
-    at once, half as many that find no slot, and one that is not told."""
+    """(Python calls on the pipeline's thread, comparisons of extents and paths among them) for so many jobs that are told, and
+    begun, at once, half as many that find no slot, and one that is not told."""
     calls, compared = itertools.count(), itertools.count()
 
     def counted(frame: Any, event: str, _: Any) -> None:
@@ -185,7 +185,7 @@ def calls_for(folder: Path, count: int) -> tuple[int, int]:
         threading.setprofile(None)
     files = [zeros(folder / str(number), 40) for number in range(count * 3 // 20)]
     jobs = [rig.add_one(f"{file.name}.{i}", blocks(file, 4 * i, 4)) for file in files for i in range(10)]
-    rig.pipeline.allow(10**12)
+    rig.pipeline.reads.allow(10**12)
     before = next(calls), next(compared)
     rig.tell(*jobs)
     rig.await_begun(count)
@@ -207,7 +207,7 @@ def test_a_job_costs_as_much_among_thousands_as_among_a_few(tmp_path: Path) -> N
 def test_memory_that_is_given_back_is_waited_for_and_taken_anew(rig: FurtherRig, tmp_path: Path) -> None:
     file = zeros(tmp_path / "file", 32)
     jobs = jobs_of(rig, file)
-    rig.pipeline.allow(10**12)
+    rig.pipeline.reads.allow(10**12)
     for count in range(3):
         rig.tell(*jobs)
         rig.await_begun(FURTHER)
@@ -215,7 +215,8 @@ def test_memory_that_is_given_back_is_waited_for_and_taken_anew(rig: FurtherRig,
             rig.submit(*jobs)
             assert within_limit(rig.pipeline.drain) is None
         assert rig.pages == FURTHER * SLOT // mmap.PAGESIZE, "they stay for the next step"
-        assert within_limit(rig.pipeline.give_memory_back) is None
+        assert within_limit(rig.pipeline.drain) is None
+        assert within_limit(rig.pipeline.reads.give_memory_back) is None
         assert rig.pages == 0 and rig.begun() == []
     assert values(file)[:24] == [2] * 24
 
@@ -223,12 +224,12 @@ def test_memory_that_is_given_back_is_waited_for_and_taken_anew(rig: FurtherRig,
 def test_slots_that_become_fewer_while_nothing_is_to_do_give_their_memory_back(rig: FurtherRig, tmp_path: Path) -> None:
     file = zeros(tmp_path / "file", 32)
     jobs = jobs_of(rig, file)
-    rig.pipeline.allow(10**12)
+    rig.pipeline.reads.allow(10**12)
     rig.tell(*jobs)
     rig.await_begun(FURTHER)
     rig.submit(*jobs)
     assert within_limit(rig.pipeline.drain) is None
-    rig.pipeline.allow(2 * SLOT)
+    rig.pipeline.reads.allow(2 * SLOT)
 
     def wait() -> None:
         while rig.pages > 2 * SLOT // mmap.PAGESIZE:
@@ -242,7 +243,7 @@ def test_what_is_behind_the_norm_leaves_the_usual_slots_to_what_comes_next(rig: 
     """And it keeps what was read of it where more is stepped behind the norm than was told, as where a guess was wrong."""
     file, other = zeros(tmp_path / "file", 32), zeros(tmp_path / "other", 16)
     far, near = jobs_of(rig, file, 8), [rig.add_one(f"early {i}", blocks(other, 4 * i, 4)) for i in range(3)]
-    rig.pipeline.allow(10**12)
+    rig.pipeline.reads.allow(10**12)
     rig.tell(*far)
     rig.await_begun(FURTHER)
     rig.pipeline.expect([PrefetchJob(job.what, job.extents) for job in near])

@@ -199,8 +199,8 @@ class VerticalStage3(ChunkedStage3):
         driver, backlog = self.driver, self.driver.backlog
         with self.calls.joined("flush"):
             if backlog.settled:
-                self.pipeline.give_memory_back()  # of a step that failed
                 self.live.check_whole()
+                self.pipeline.reads.give_memory_back()  # of a step that failed
                 return
             self.calls.leaves(FLUSHED)
             with contextlib.ExitStack() as finally_:
@@ -212,7 +212,7 @@ class VerticalStage3(ChunkedStage3):
                             ticket.wait()
                         self._updates.close_updates()
                     self.stepper.complete()
-                    self.pipeline.give_memory_back()
+                    self.pipeline.reads.give_memory_back()
             backlog.ahead.clear()
             backlog.settled = True
 

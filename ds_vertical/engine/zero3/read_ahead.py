@@ -49,7 +49,7 @@ class ReadAheadRoom:
         if self._pipeline.thread is None:
             return False
         there = host.available_bytes() // ranks.ranks_on_this_host() + self._pipeline.reads.held_bytes
-        self._pipeline.allow(USED_BY_READING * max(0, min(self._left - max(self._held), there)))
+        self._pipeline.reads.allow(USED_BY_READING * max(0, min(self._left - max(self._held), there)))
         return self._pipeline.reads.has_further
 
 
