@@ -423,7 +423,8 @@ def _slots_ahead(forecast: Forecast, left: int) -> tuple[int, str]:
     if (why := why_nothing_ahead(forecast)) is not None:
         return 0, why
     wanted, each, asked = forecast.num_waiting, max(forecast._piece_bytes), forecast._resolved.optimizer_read_ahead_bytes
-    in_memory, in_key = (memory_budget.slots_ahead(wanted, each, *room) for room in ((left,), (math.inf, asked)))
+    in_memory = memory_budget.slots_ahead(wanted, each, left)
+    in_key = memory_budget.slots_ahead(wanted, each, math.inf, asked)
     open_files = wanted if forecast.most_ahead is None else forecast.most_ahead
     count = min(in_memory, in_key, open_files)
     if count == wanted:
