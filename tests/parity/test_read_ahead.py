@@ -13,6 +13,7 @@ import pytest
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_full_optimizer_state
 from harness import Run, assert_identical, contents, differing, run_arm, running
 from models import token_batches
+from pages import resident_pages
 from tier_runs import CLIPS, FREE, NUM_STEPS, config, mixer, stock_runs
 
 from ds_vertical.engine.zero3.step_driver import StepDriver
@@ -169,6 +170,7 @@ def test_a_step_that_fails_in_its_backward_leaves_nothing_of_what_it_read(tmp_pa
         with running(made, partial(mixer, "fp32"), vertical=True) as (engine, model):
             first, second, third = token_batches(3, 2)
             engine.train_batch(iter(first))
+            engine.optimizer.flush()
             if fails:
 
                 def fail(grad: Any) -> None:
@@ -180,6 +182,10 @@ def test_a_step_that_fails_in_its_backward_leaves_nothing_of_what_it_read(tmp_pa
                 handle.remove()
                 pipeline = engine.optimizer.pipeline
                 assert list(pipeline.reads.expected.begun()) == [] and not pipeline.reader.native.pending()
+                further = engine.optimizer.further_slots
+                assert bool(sum(map(resident_pages, further))) == (asked is ALL)
+                engine.optimizer.flush()
+                assert sum(map(resident_pages, further)) == 0
             engine.train_batch(iter(second))
             engine.train_batch(iter(third))
             results.append(contents(engine, model))

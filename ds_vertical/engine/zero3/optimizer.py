@@ -200,6 +200,7 @@ class VerticalStage3(ChunkedStage3):
         with self.calls.joined("flush"):
             if backlog.settled:
                 self.live.check_whole()
+                self.pipeline.wait_idle()
                 self.pipeline.reads.give_memory_back()  # of a step that failed
                 return
             self.calls.leaves(FLUSHED)
