@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ds_vertical.compat import accelerator, pinned_memory, stock_config, swap_buffers, zero_params
+from ds_vertical.config.file import DeepSpeedJson
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks
 from ds_vertical.engine import machine_cache
@@ -256,7 +257,7 @@ def _depth(config: Mapping[str, object]) -> int:
     return aio["queue_depth"] * aio["intra_op_parallelism"]
 
 
-def limit_ahead(forecast: Forecast, config: dict[str, Any], resolved: RunSettings) -> None:
+def limit_ahead(forecast: Forecast, config: DeepSpeedJson, resolved: RunSettings) -> None:
     """Tell the forecast how many slots for state that is read before the norm the hard limit on open files allows, where it
     does not allow any number: they are no reason for a refusal."""
     hard, depth = resource.getrlimit(resource.RLIMIT_NOFILE)[1], _depth(config)
@@ -266,7 +267,7 @@ def limit_ahead(forecast: Forecast, config: dict[str, Any], resolved: RunSetting
     forecast.most_ahead = None if most == depth else most
 
 
-def _open_files(forecast: Forecast, config: dict[str, Any], resolved: RunSettings, ahead: int) -> int:
+def _open_files(forecast: Forecast, config: DeepSpeedJson, resolved: RunSettings, ahead: int) -> int:
     """How many files this process may come to have open at a time. `ahead`: see `_queues`."""
     count = ((config["zero_optimization"].get("offload_param") or {}).get("buffer_count")) or _STOCK_FILES
     ssds = len(resolved.nvme_paths or [""])

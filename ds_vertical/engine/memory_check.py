@@ -262,19 +262,6 @@ class Forecast:
         return found
 
     @property
-    def num_waiting(self) -> int:
-        """Pieces of state in files that may be read before the norm: where early steps are always tried, the delayed ones."""
-        always = self.timing.possible and self._resolved.optimizer_speculation is True
-        early_share, most = 1.0 - self.timing.delay if self.timing.possible else 0.0, memory_budget.PART_ELEMENTS
-        count = 0
-        for chunk in self.chunks:
-            if chunk.state_in_files and not chunk.persistent:
-                middle = boundary(chunk.sizes, early_share)
-                early = 0 if always else len(split_chunk(0, 0, middle, most))
-                count += early + len(split_chunk(0, middle, chunk.numel, most))
-        return count
-
-    @property
     def _working_bytes(self) -> int:
         """A layer's gradients as autograd makes them, and a kernel's own copy of the largest one, which it sums in fp32; of the
         largest parameter that is not trained, a copy in the kernel's order."""
@@ -402,6 +389,19 @@ def read_ahead_bytes(forecast: Forecast) -> int:
     return forecast.ahead * max(forecast._piece_bytes, default=0)
 
 
+def num_waiting(forecast: Forecast) -> int:
+    """Pieces of state in files that may be read before the norm: where early steps are always tried, the delayed ones."""
+    timing, most = forecast.timing, memory_budget.PART_ELEMENTS
+    always = timing.possible and forecast._resolved.optimizer_speculation is True
+    early_share, count = 1.0 - timing.delay if timing.possible else 0.0, 0
+    for chunk in forecast.chunks:
+        if chunk.state_in_files and not chunk.persistent:
+            middle = boundary(chunk.sizes, early_share)
+            early = 0 if always else len(split_chunk(0, 0, middle, most))
+            count += early + len(split_chunk(0, middle, chunk.numel, most))
+    return count
+
+
 def why_nothing_ahead(forecast: Forecast) -> str | None:
     """Why no state is read before the norm whatever memory there is; None where it may be."""
     resolved = forecast._resolved
@@ -411,7 +411,7 @@ def why_nothing_ahead(forecast: Forecast) -> str | None:
         return "0, without overlap nothing is read ahead"
     if forecast.timing.final:
         return "0, early steps do not wait for the norm"
-    if not forecast.num_waiting:
+    if not num_waiting(forecast):
         return "0, all state is stepped early"
     if resolved.optimizer_read_ahead_bytes is None and resolved.elastic is not None:
         return "0, since elastic may give a rank more micro-batches, which bring their activations"
@@ -422,7 +422,7 @@ def _slots_ahead(forecast: Forecast, left: int) -> tuple[int, str]:
     """Slots for state that is read before the norm, in what the budget leaves, and why so many."""
     if (why := why_nothing_ahead(forecast)) is not None:
         return 0, why
-    wanted, each, asked = forecast.num_waiting, max(forecast._piece_bytes), forecast._resolved.optimizer_read_ahead_bytes
+    wanted, each, asked = num_waiting(forecast), max(forecast._piece_bytes), forecast._resolved.optimizer_read_ahead_bytes
     in_memory = memory_budget.slots_ahead(wanted, each, left)
     in_key = memory_budget.slots_ahead(wanted, each, math.inf, asked)
     open_files = wanted if forecast.most_ahead is None else forecast.most_ahead

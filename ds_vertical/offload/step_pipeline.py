@@ -18,7 +18,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,11 +54,46 @@ class PipelineSettings:
     further: Sequence[torch.Tensor] = ()
 
 
+class JobsUnderWay:
+    """Jobs whose reads have been started and which have not been computed, in order, each with its slot. Only the pipeline's
+    thread changes them."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[tuple[StepJob, JobGroup, Slot | None]] = deque()
+        self._targets = ExtentIndex()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[tuple[StepJob, JobGroup, Slot | None]]:
+        return iter(self._jobs)
+
+    def append(self, job: StepJob, batch: JobGroup, slot: Slot | None) -> None:
+        """The job's reads have been started."""
+        self._targets.add(job.targets)
+        self._jobs.append((job, batch, slot))
+
+    def popleft(self) -> tuple[StepJob, JobGroup, Slot | None]:
+        """The oldest job, which is computed next."""
+        oldest = self._jobs.popleft()
+        self._targets.remove(oldest[0].targets)
+        return oldest
+
+    def clear(self) -> None:
+        """No job is under way any more."""
+        self._jobs.clear()
+        self._targets.clear()
+
+    def will_write(self, extents: Sequence[Extent]) -> bool:
+        """Whether one of the jobs is to write any of these bytes."""
+        return self._targets.overlaps(extents)
+
+
 class ReadStage:
     """Gives slots to jobs and starts the reads of their state, those of expected jobs into slots that would lie idle.
 
     `free`: slots that no job has; `reading`: the jobs under way, in order; `most`: slots that may be used. Only the pipeline's
-    thread calls `start`, `begin`, `pop`, `read_ahead`, `take_slot` and `turn`.
+    thread calls `start`, `read_ahead`, `take_slot` and `turn`.
     """
 
     def __init__(
@@ -72,13 +107,12 @@ class ReadStage:
         self.slots = tuple(Slot(data, number) for number, data in enumerate((*slots, *further)))
         self.free = FreeSlots(self.slots, len(slots))
         self.expected = PrefetchQueue(self.free)
-        self.reading: deque[tuple[StepJob, JobGroup, Slot | None]] = deque()
+        self.reading = JobsUnderWay()
         self.most = self._least = len(slots)
         self._reader = reader
         self._writes = writes
         self._changes = changes
         self._lock = changes.lock
-        self._targets = ExtentIndex()  # of the jobs in `reading`
         self._rests_behind: int | None = None  # slots behind so many are to give their memory back as they become free
 
     def allow(self, num_bytes: float) -> None:
@@ -141,7 +175,7 @@ class ReadStage:
     def start(self, job: StepJob, patient: bool) -> tuple[bool, Slot | None]:
         """Start the reads of a job. Returns whether it could, and its slot, None for a job that reads nothing. With `patient` a
         slot is waited for."""
-        if self.is_due(job.sources):
+        if self.reading.will_write(job.sources):
             return False, None  # what it is to read has not been computed yet
         with self._lock:
             expected = self.expected.claim(PrefetchJob(job.what, job.extents))
@@ -158,26 +192,6 @@ class ReadStage:
                 job.started.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
         return True, slot
 
-    def begin(self, job: StepJob, batch: JobGroup, slot: Slot | None) -> None:
-        """The job is under way."""
-        self._targets.add(job.targets)
-        self.reading.append((job, batch, slot))
-
-    def pop(self) -> tuple[StepJob, JobGroup, Slot | None]:
-        """The oldest job that is under way, which is computed next."""
-        oldest = self.reading.popleft()
-        self._targets.remove(oldest[0].targets)
-        return oldest
-
-    def drop(self) -> None:
-        """No job is under way any more."""
-        self.reading.clear()
-        self._targets.clear()
-
-    def is_due(self, extents: Sequence[Extent]) -> bool:
-        """Whether a job that has not been computed is to write them."""
-        return self._targets.overlaps(extents)
-
     def read_ahead(self, submitted: Collection[object]) -> None:
         """Give free slots to what is expected, unless anything that is submitted waits for one."""
         while self._read_next(submitted):
@@ -187,7 +201,7 @@ class ReadStage:
         """Start reading the state of the next job that is expected. Returns whether it could."""
         with self._lock:
             expected = self.expected.next()
-            if submitted or expected is None or self.is_due(expected.extents):
+            if submitted or expected is None or self.reading.will_write(expected.extents):
                 return False
             if any(map(self._writes.is_being_written, expected.extents)):
                 return False
@@ -357,7 +371,7 @@ class StepPipeline:
             pass
         reads.read_ahead(self._submitted)
         if reads.reading:
-            self._compute(*reads.pop())
+            self._compute(*reads.reading.popleft())
         elif not self._submitted:
             self._writes.settle(reads.slots)
 
@@ -371,7 +385,7 @@ class StepPipeline:
         if started:
             with self._lock:
                 self._submitted.popleft()
-            self.reads.begin(job, batch, slot)
+            self.reads.reading.append(job, batch, slot)
         return started
 
     def _compute(self, job: StepJob, batch: JobGroup, slot: Slot | None) -> None:
@@ -420,7 +434,7 @@ class StepPipeline:
         for job, _ in dropped:
             for transfer in job.started:
                 complete(transfer)
-        reads.drop()
+        reads.reading.clear()
         self._writes.forget()
         for slot in reads.slots:  # all writes in flight are those of slots
             written = [complete(write) for write in slot.writes]

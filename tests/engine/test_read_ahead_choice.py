@@ -17,7 +17,7 @@ from ds_vertical.config.resolve import resolve
 from ds_vertical.config.section import load_section
 from ds_vertical.engine import memory_check
 from ds_vertical.engine.autotune import settle_read_ahead
-from ds_vertical.engine.memory_check import Forecast, check_memory, groups_of, read_ahead_bytes
+from ds_vertical.engine.memory_check import Forecast, check_memory, groups_of, num_waiting, read_ahead_bytes
 from ds_vertical.engine.zero3 import read_ahead
 from ds_vertical.model.layers import map_layers
 from ds_vertical.types import RunSettings
@@ -64,7 +64,7 @@ def test_it_takes_half_of_what_all_else_leaves_and_is_no_reason_for_a_refusal(tm
     choice = Choice(tmp_path)
     _, needed, _ = choice.checked()
     count, each = len(choice.pieces), max(choice.pieces)
-    assert choice.forecast.ahead == count == choice.forecast.num_waiting > 4
+    assert choice.forecast.ahead == count == num_waiting(choice.forecast) > 4
     for limit in (needed, needed + each, needed + 3 * each, needed + 2 * count * each):
         lines, again, left = choice.checked(limit)
         assert again == needed and left >= limit - needed
