@@ -268,6 +268,12 @@ def _initialize_stock(config: dict[str, Any], resolved: RunSettings | None, **kw
     return returned
 
 
+def _slowest_report(config: Mapping[str, object]) -> machine_cache.MeasuredReport | None:
+    """Of the ranks, the limits of the slowest machine; None where one has none that were measured."""
+    measured = machine_cache.training_report(run_folder(config), several_paths(config)[1:])
+    return machine_cache.slowest_report(ranks.all_gathered(measured))
+
+
 def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     section = load_section(config)
     assert section is not None
@@ -290,10 +296,10 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     groups = groups_of(model, kwargs["model_parameters"], kwargs["optimizer"])
     forecast_of = partial(Forecast, layers, groups, config)
     room = host_room(model.parameters(), resolved.host_memory_bytes)
-    measured = machine_cache.training_report(run_folder(config), several_paths(config)[1:])
-    report = machine_cache.slowest_report(ranks.all_gathered(measured))
+    report = _slowest_report(config)
     resolved = choose_all(section, resolved, forecast_of, model, report, room)
     resolved, planner = open_choice(KeepPlanner(forecast := forecast_of(resolved).paired(room), resolved, report, *room))
+    disk_check.limit_ahead(forecast, config, resolved)
     needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     check_room(resolved.activations, host_bytes, left)
     resolved = settle_read_ahead(section, resolved, forecast)

@@ -53,9 +53,10 @@ from ds_vertical.types import HOLDING, ActivationSettings, RunSettings, Tier
 class HostBudget:
     """Bytes of this rank's host memory, as the memory check has counted them before the engine is built.
 
-    `needed`: in all, without activations. `kept`: of what one layer's backward frees, kept for the next one's. `left`: for
-    activations, whose use `planner` chooses as far as the JSON leaves it open (None: it does not). `pairs`: whether there is
-    room for a layer's gradients that wait for the next micro-batch's.
+    `needed`: in all, without activations, with what state that is read before the norm may come to. `kept`: of what one layer's
+    backward frees, kept for the next one's. `left`: for activations, whose use `planner` chooses as far as the JSON leaves it
+    open (None: it does not), and for that state. `pairs`: whether there is room for a layer's gradients that wait for the next
+    micro-batch's.
     """
 
     needed: int

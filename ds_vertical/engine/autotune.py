@@ -28,7 +28,7 @@ from torch import nn
 
 from ds_vertical.config.section import SECTION, VerticalConfig
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.memory_check import Forecast, machine_room, read_ahead_bytes, why_nothing_ahead
+from ds_vertical.engine.memory_check import Forecast, machine_room, read_ahead_bytes
 from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.model.compiled_blocks import any_compiled
 from ds_vertical.offload.speculation import StepTiming
@@ -36,7 +36,7 @@ from ds_vertical.planner import memory_budget
 from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Profile
-from ds_vertical.planner.memory_budget import STATE_SHARES, USED_BY_READING, USED_BY_STATE
+from ds_vertical.planner.memory_budget import STATE_SHARES, USED_BY_STATE
 from ds_vertical.planner.model_shape import ModelShape, Seconds, outside_elements, shaped
 from ds_vertical.planner.search import DELAYS, WINDOWS, tune_timing
 from ds_vertical.types import ActivationSettings, RunSettings, Tier, TierBytes, per_tier
@@ -197,7 +197,7 @@ def choose_all(
 def settle_read_ahead(section: VerticalConfig, resolved: RunSettings, forecast: Forecast) -> RunSettings:
     """`resolved` with the bytes of host memory for state that is read before the norm, as the memory check has found them."""
     found, asked = read_ahead_bytes(forecast), section.optimizer_read_ahead_bytes
-    why = why_nothing_ahead(forecast) or f"whole pieces of state in {USED_BY_READING:.0%} of what the memory budget leaves"
+    why = forecast.why_ahead
     reason = "as written" if found == asked else f"null: {why}" if asked is None else f"{asked} as written: {why}"
     reasons = MappingProxyType({**resolved.reasons, "optimizer_read_ahead_bytes": reason})
     return replace(resolved, optimizer_read_ahead_bytes=found, reasons=reasons)

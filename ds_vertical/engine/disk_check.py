@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ds_vertical.compat import accelerator, pinned_memory, stock_config, swap_buffers, zero_params
+from ds_vertical.config.file import DeepSpeedJson
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks
 from ds_vertical.engine import machine_cache
@@ -240,10 +241,11 @@ def _mib(count: int) -> str:
 # ---- the process and the kernel
 
 
-def _queues(forecast: Forecast, resolved: RunSettings) -> list[float]:
-    """Of each queue of asynchronous I/O, how many operations may be in it at a time: each has its file open."""
+def _queues(forecast: Forecast, resolved: RunSettings, ahead: int) -> list[float]:
+    """Of each queue of asynchronous I/O, how many operations may be in it at a time: each has its file open. `ahead`: slots for
+    state that is read before the norm."""
     shards = [forecast.files.num_files] * 2  # parameters read, written
-    slots = forecast.terms.slots + forecast.terms.ahead
+    slots = forecast.terms.slots + ahead
     slots = math.inf if resolved.optimizer_compression else slots  # parts read files of many parameters, too
     parts = [slots * _READ_PER_PART, slots * (_READ_PER_PART - 1)]
     gradients = [math.inf] * (resolved.gradient_host_share < 1)
@@ -257,13 +259,29 @@ def _depth(config: Mapping[str, object]) -> int:
     return aio["queue_depth"] * aio["intra_op_parallelism"]
 
 
+def limit_ahead(forecast: Forecast, config: DeepSpeedJson, resolved: RunSettings) -> None:
+    """Tell the forecast how many slots for state that is read before the norm the hard limit on open files allows, where it
+    does not allow any number: they are no reason for a refusal."""
+    hard, depth = resource.getrlimit(resource.RLIMIT_NOFILE)[1], _depth(config)
+    most = depth  # more of them bring no more operations into a queue
+    while most and hard != resource.RLIM_INFINITY and _open_files(forecast, config, resolved, most) > hard:
+        most -= 1
+    forecast.most_ahead = None if most == depth else most
+
+
+def _open_files(forecast: Forecast, config: DeepSpeedJson, resolved: RunSettings, ahead: int) -> int:
+    """How many files this process may come to have open at a time. `ahead`: see `_queues`."""
+    count = ((config["zero_optimization"].get("offload_param") or {}).get("buffer_count")) or _STOCK_FILES
+    ssds = len(resolved.nvme_paths or [""])
+    ours = ssds * sum(min(_depth(config), most) + 1 for most in _queues(forecast, resolved, ahead))
+    return int(len(os.listdir("/proc/self/fd")) + ours + count + _STOCK_FILES + _SPARE)  # noqa: PTH208  # names, no paths
+
+
 def _descriptor_faults(forecast: Forecast, config: dict[str, Any], resolved: RunSettings) -> Iterator[str]:
     """Raises the soft limit as far as this run needs it and the hard one lets it. A plan behind the first step may do without
     its files, so that these are no fault."""
-    count = ((config["zero_optimization"].get("offload_param") or {}).get("buffer_count")) or _STOCK_FILES
     ssds = len(resolved.nvme_paths or [""])
-    ours = ssds * sum(min(_depth(config), most) + 1 for most in _queues(forecast, resolved))
-    needed = int(len(os.listdir("/proc/self/fd")) + ours + count + _STOCK_FILES + _SPARE)  # noqa: PTH208  # names, no paths
+    needed = _open_files(forecast, config, resolved, forecast.terms.ahead)
     is_open = resolved.activations.is_open and resolved.activations.keep is not None
     later = ssds * 2 * (_depth(config) + 1) if is_open else 0  # for kept values, should the plan have them on SSD
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -285,7 +303,7 @@ def _event_faults(forecast: Forecast, config: dict[str, Any], resolved: RunSetti
     here = ranks.ranks_on_this_host()
     ssds = len(resolved.nvme_paths or [""])
     striped = _STRIPED_QUEUES * ssds if ssds > 1 else 0
-    needed = here * _depth(config) * (len(_queues(forecast, resolved)) * ssds + _STOCK_HANDLES + striped)
+    needed = here * _depth(config) * (len(_queues(forecast, resolved, 0)) * ssds + _STOCK_HANDLES + striped)
     if needed > most - taken:
         yield (
             f"asynchronous I/O: the {here} ranks of this host need {needed} events, {most - taken} of the kernel's {most} are"

@@ -7,6 +7,7 @@ needs: the logits of a large vocabulary come on top.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -31,7 +32,7 @@ from ds_vertical.offload.masters.compressed import HALF_BYTES, low_file_bytes, v
 from ds_vertical.offload.masters.halves import BLOCK_ELEMENTS
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.memory_budget import STATE_SHARE, STATE_SHARES, BudgetItem, BudgetTerms
+from ds_vertical.planner.memory_budget import STATE_SHARE, STATE_SHARES, USED_BY_READING, BudgetItem, BudgetTerms
 from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.schedule.events import Unit
 from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, Placement, RunSettings, TensorKind, Tier
@@ -92,6 +93,8 @@ class Forecast:
         self.timing = StepTiming(delay, speculation, self._certain, in_files, resolved.on_nonfinite == "stop")
         self.pairs = resolved.order == "vertical"  # otherwise layers take turns
         self.ahead = 0  # slots for state that is read before the norm, once all else is known
+        self.most_ahead: int | None = None  # of these, that open files allow; None: any number
+        self.why_ahead = ""
         self._num_micro_batches = num_micro_batches(config, self._shards.num_shards)
         if resolved.elastic is not None:  # a rank may bring more than the JSON has for each
             self._num_micro_batches = resolved.elastic.most_of(self._num_micro_batches, self._shards.num_shards)
@@ -395,7 +398,7 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     title = f"memory of this rank, activations not counted; host memory allowed: {allowed / 2**20:.0f} MiB ({whose})"
     needed = memory_budget.total_bytes(memory_budget.budget(shape, terms, further), Tier.HOST)
     left = max(0, allowed - needed + max(0, setup))  # the set-up is over by then
-    forecast.ahead = _slots_ahead(forecast, allowed - needed)
+    forecast.ahead, forecast.why_ahead = _slots_ahead(forecast, allowed - needed)
     lines = [title, *memory_budget.budget_lines(memory_budget.budget(shape, forecast.terms, further))]
     if forecast.waits_for_no_pair:
         lines.append(
@@ -409,26 +412,49 @@ def read_ahead_bytes(forecast: Forecast) -> int:
     return forecast.ahead * max(forecast._piece_bytes, default=0)
 
 
+def num_waiting(forecast: Forecast) -> int:
+    """Pieces of state in files that may be read before the norm: where early steps are always tried, the delayed ones."""
+    timing, most = forecast.timing, memory_budget.PART_ELEMENTS
+    always = timing.possible and forecast._resolved.optimizer_speculation is True
+    early_share, count = 1.0 - timing.delay if timing.possible else 0.0, 0
+    for chunk in forecast.chunks:
+        if chunk.state_in_files and not chunk.persistent:
+            middle = boundary(chunk.sizes, early_share)
+            early = 0 if always else len(split_chunk(0, 0, middle, most))
+            count += early + len(split_chunk(0, middle, chunk.numel, most))
+    return count
+
+
 def why_nothing_ahead(forecast: Forecast) -> str | None:
     """Why no state is read before the norm whatever memory there is; None where it may be."""
     resolved = forecast._resolved
-    if not forecast._piece_bytes or not forecast.state_in_files:
+    if not any(chunk.state_in_files for chunk in forecast.chunks):
         return "0, no state is on SSD"
     if not resolved.overlap:
         return "0, without overlap nothing is read ahead"
     if forecast.timing.final:
         return "0, early steps do not wait for the norm"
+    if not num_waiting(forecast):
+        return "0, all state is stepped early"
     if resolved.optimizer_read_ahead_bytes is None and resolved.elastic is not None:
         return "0, since elastic may give a rank more micro-batches, which bring their activations"
     return None
 
 
-def _slots_ahead(forecast: Forecast, left: int) -> int:
-    """Slots for state that is read before the norm, in what the budget leaves."""
-    if why_nothing_ahead(forecast) is not None:
-        return 0
-    pieces, asked = forecast._piece_bytes, forecast._resolved.optimizer_read_ahead_bytes
-    return memory_budget.slots_ahead(len(pieces), forecast.terms.slots, max(pieces), left, asked)
+def _slots_ahead(forecast: Forecast, left: int) -> tuple[int, str]:
+    """Slots for state that is read before the norm, in what the budget leaves, and why so many."""
+    if (why := why_nothing_ahead(forecast)) is not None:
+        return 0, why
+    wanted, each, asked = num_waiting(forecast), max(forecast._piece_bytes), forecast._resolved.optimizer_read_ahead_bytes
+    in_memory = memory_budget.slots_ahead(wanted, each, left)
+    in_key = memory_budget.slots_ahead(wanted, each, math.inf, asked)
+    open_files = wanted if forecast.most_ahead is None else forecast.most_ahead
+    count = min(in_memory, in_key, open_files)
+    if count == wanted:
+        return count, f"all {wanted} pieces of state that wait for the norm"
+    limit = f"{USED_BY_READING:.0%} of the {max(0, left) / 2**20:.0f} MiB that the memory budget leaves"
+    limit = "what is written" if count == in_key else "the limit on open files" if count == open_files else limit
+    return count, f"{count} of {wanted} pieces of state that wait for the norm, limited by {limit}"
 
 
 def _fitting_share(forecast: Forecast, room: tuple[int, int]) -> float | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,3 +56,52 @@ class Extent:
         """Whether some byte of the file lies in both."""
         end, other_end = self.offset + self.num_bytes, other.offset + other.num_bytes
         return self.path == other.path and self.offset < other_end and other.offset < end
+
+
+class ExtentIndex:
+    """Extents, each as often as it was added, in which those that overlap another one are found without looking at all."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[str, list[tuple[int, int]]] = {}  # by path: (offset, end), ascending
+        self._longest: dict[str, int] = {}
+
+    def add(self, extents: Iterable[Extent]) -> None:
+        """They are in the index once more."""
+        for extent in extents:
+            key = str(extent.path)
+            insort(self._ranges.setdefault(key, []), (extent.offset, extent.offset + extent.num_bytes))
+            self._longest[key] = max(self._longest.get(key, 0), extent.num_bytes)
+
+    def remove(self, extents: Iterable[Extent]) -> None:
+        """They are in the index once less; those that are not in it are passed over."""
+        for extent in extents:
+            key, entry = str(extent.path), (extent.offset, extent.offset + extent.num_bytes)
+            ranges = self._ranges.get(key, [])
+            place = bisect_left(ranges, entry)
+            if ranges[place : place + 1] == [entry]:
+                del ranges[place]
+            if not ranges:
+                self._ranges.pop(key, None)
+                self._longest.pop(key, None)
+
+    def clear(self) -> None:
+        """Nothing is in the index any more."""
+        self._ranges.clear()
+        self._longest.clear()
+
+    def overlaps(self, extents: Iterable[Extent]) -> bool:
+        """Whether one in the index has a byte of one of these."""
+        return any(map(self._overlaps, extents))
+
+    def _overlaps(self, extent: Extent) -> bool:
+        ranges = self._ranges.get(str(extent.path))
+        if ranges is None:
+            return False
+        end = extent.offset + extent.num_bytes
+        first = bisect_left(ranges, (extent.offset - self._longest[str(extent.path)], 0))
+        for place in range(first, len(ranges)):
+            if ranges[place][0] >= end:
+                return False
+            if ranges[place][1] > extent.offset:
+                return True
+        return False

@@ -9,9 +9,6 @@ nothing submitted has use for read what is expected next, and there may be furth
 [Note: failures] After the first failure nothing more is computed. A job that writes beside what is current leaves the state
 as it was, whatever becomes of it; any other one that failed, or was not run any more, has torn it. So has a job
 that does not read what was written.
-
-[Note: the lock] Other threads than the pipeline's own, where interrupts come, take the lock itself and no condition, whose
-methods are Python's: one that is cut between taking it and saying so keeps it for ever. They wait by a lock of their own.
 """
 
 from __future__ import annotations
@@ -21,63 +18,27 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Final
 
 import torch
 
-from ds_vertical.interrupts import waiting
-from ds_vertical.io.aio import DiskQueue, Transfer, complete
+from ds_vertical.io.aio import DiskQueue, complete
 from ds_vertical.io.checksums import ChecksumError, Checksums
-from ds_vertical.io.extents import Extent
+from ds_vertical.io.extents import Extent, ExtentIndex
 from ds_vertical.io.ticket import Ticket
-from ds_vertical.offload.state_prefetch import FreeSlots, PrefetchJob, PrefetchQueue, Slot
+from ds_vertical.offload.state_prefetch import (
+    ChangeSignal,
+    FreeSlots,
+    JobGroup,
+    Prefetch,
+    PrefetchJob,
+    PrefetchQueue,
+    Slot,
+    StepJob,
+    WriteStage,
+)
 from ds_vertical.schedule.trace import Tracer, now
-
-_TURN_S: Final = 1.0
-
-
-@dataclass
-class StepJob:
-    """One part's step. `extents`: its state on SSD (master, moments), none where the state is in memory. `inputs`: what else
-    it reads (its gradient). `beside`: it writes beside what is current; see [Note: failures].
-
-    `compute` gets one uint8 tensor per extent, then per input, filled from its file, and changes the state in place.
-    """
-
-    what: str
-    extents: Sequence[Extent]
-    compute: Callable[[Sequence[torch.Tensor]], None]
-    outputs: Sequence[Extent] | None = None  # where the state is written; None: where it was read
-    inputs: Sequence[Extent] = ()
-    beside: bool = False
-    started: list[Transfer] = field(default_factory=list)
-
-    @property
-    def sources(self) -> Sequence[Extent]:
-        """All that the job reads: its state, then the rest."""
-        return (*self.extents, *self.inputs)
-
-    @property
-    def targets(self) -> Sequence[Extent]:
-        """Where the job writes its state."""
-        return self.extents if self.outputs is None else self.outputs
-
-
-class JobGroup:
-    """Jobs submitted together; complete when all have been computed (their writes may be under way)."""
-
-    def __init__(self, jobs: Sequence[StepJob], finish: Callable[[], None]) -> None:
-        self.left = len(jobs)
-        self.finish = finish
-        self.error: BaseException | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing of it is left to compute, or will be computed any more."""
-        return self.left == 0 or self.error is not None
 
 
 @dataclass(frozen=True)
@@ -93,91 +54,46 @@ class PipelineSettings:
     further: Sequence[torch.Tensor] = ()
 
 
-class ChangeSignal:
-    """The lock of a pipeline, and word of each change to the threads that wait for one; see [Note: the lock]."""
+class JobsUnderWay:
+    """Jobs whose reads have been started and which have not been computed, in order, each with its slot. Only the pipeline's
+    thread changes them."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self._condition = threading.Condition(self.lock)  # for the pipeline's thread
-        self._turns: list[threading.Lock] = []  # of the other threads that wait
+        self._jobs: deque[tuple[StepJob, JobGroup, Slot | None]] = deque()
+        self._targets = ExtentIndex()
 
-    def tell(self) -> None:
-        """Something has changed. The caller holds the lock."""
-        self._condition.notify_all()
-        while self._turns:
-            self._turns.pop().release()
+    def __len__(self) -> int:
+        return len(self._jobs)
 
-    @waiting
-    def wait_until(self, is_so: Callable[[], object]) -> None:
-        """Return once `is_so`, which is asked under the lock. From any thread, which an interrupt may cut."""
-        while True:
-            turn = threading.Lock()
-            turn.acquire()
-            with self.lock:
-                if is_so():
-                    return
-                self._turns.append(turn)
-            turn.acquire(timeout=_TURN_S)  # the thread that was to release it may have been cut
+    def __iter__(self) -> Iterator[tuple[StepJob, JobGroup, Slot | None]]:
+        return iter(self._jobs)
 
-    def wait_on_own_thread(self, is_so: Callable[[], object]) -> None:
-        """As `wait_until`, from the pipeline's thread, which holds the lock and which no interrupt reaches."""
-        self._condition.wait_for(is_so)
+    def append(self, job: StepJob, batch: JobGroup, slot: Slot | None) -> None:
+        """The job's reads have been started."""
+        self._targets.add(job.targets)
+        self._jobs.append((job, batch, slot))
 
+    def popleft(self) -> tuple[StepJob, JobGroup, Slot | None]:
+        """The oldest job, which is computed next."""
+        oldest = self._jobs.popleft()
+        self._targets.remove(oldest[0].targets)
+        return oldest
 
-class WriteStage:
-    """The writes of computed state, which may not be complete. Only the pipeline's thread calls it."""
+    def clear(self) -> None:
+        """No job is under way any more."""
+        self._jobs.clear()
+        self._targets.clear()
 
-    def __init__(self, writer: DiskQueue, checksums: Checksums) -> None:
-        self._writer = writer
-        self._checksums = checksums
-        self._under_way: dict[Path, list[tuple[Extent, Transfer]]] = {}
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether any write has not been waited for."""
-        return any(self._under_way.values())
-
-    def start(self, job: StepJob, slot: Slot, views: Sequence[torch.Tensor]) -> None:
-        """Start writing the job's state out of `views`, and note its checksums beside that."""
-        for extent, view in zip(job.targets, views[: len(job.extents)], strict=True):
-            write = self._writer.write(view.data_ptr(), extent.num_bytes, extent.path, extent.offset)
-            slot.beside = job.beside
-            slot.writes.append(write)
-            self._under_way.setdefault(extent.path, []).append((extent, write))
-        for extent, view in zip(job.targets, views, strict=False):  # beside the writes
-            self._checksums.note(extent.path, extent.offset, view.numpy())
-
-    def is_being_written(self, extent: Extent) -> bool:
-        """Whether a write of any of these bytes is not complete."""
-        return any(written.overlaps(extent) and not write.done for written, write in self._under_way.get(extent.path, ()))
-
-    def wait_for(self, extent: Extent) -> None:
-        """Complete earlier writes of the bytes about to be read or written: a queue keeps no order."""
-        left: list[tuple[Extent, Transfer]] = []
-        for written, write in self._under_way.get(extent.path, ()):
-            if written.overlaps(extent):
-                write.wait()
-            elif not write.done:
-                left.append((written, write))
-        self._under_way[extent.path] = left
-
-    def settle(self, slots: Iterable[Slot]) -> None:
-        """Complete all writes, those of `slots` included. Raises DiskError."""
-        writes, self._under_way = self._under_way, {}
-        started = [write for entries in writes.values() for _, write in entries]
-        for write in (*started, *(write for slot in slots for write in slot.writes)):
-            write.wait()
-
-    def forget(self) -> None:
-        """After a failure: the slots have the writes in flight."""
-        self._under_way.clear()
+    def will_write(self, extents: Sequence[Extent]) -> bool:
+        """Whether one of the jobs is to write any of these bytes."""
+        return self._targets.overlaps(extents)
 
 
 class ReadStage:
     """Gives slots to jobs and starts the reads of their state, those of expected jobs into slots that would lie idle.
 
     `free`: slots that no job has; `reading`: the jobs under way, in order; `most`: slots that may be used. Only the pipeline's
-    thread calls `start`, `read_ahead` and `take_slot`.
+    thread calls `start`, `read_ahead`, `take_slot` and `turn`.
     """
 
     def __init__(
@@ -186,24 +102,60 @@ class ReadStage:
         further: Sequence[torch.Tensor],
         reader: DiskQueue,
         writes: WriteStage,
-        lock: threading.RLock,
+        changes: ChangeSignal,
     ) -> None:
         self.slots = tuple(Slot(data, number) for number, data in enumerate((*slots, *further)))
-        self.free = FreeSlots(self.slots)
+        self.free = FreeSlots(self.slots, len(slots))
         self.expected = PrefetchQueue(self.free)
-        self.reading: deque[tuple[StepJob, JobGroup, Slot | None]] = deque()
+        self.reading = JobsUnderWay()
         self.most = self._least = len(slots)
         self._reader = reader
         self._writes = writes
-        self._lock = lock
-        self._rests = False  # there are slots that may not be used any more
+        self._changes = changes
+        self._lock = changes.lock
+        self._rests_behind: int | None = None  # slots behind so many are to give their memory back as they become free
 
     def allow(self, num_bytes: float) -> None:
         """Let further slots be used, as many as so many bytes hold, from now on. From any thread."""
         with self._lock:
-            before, further = self.most, self.slots[self._least :]
-            self.most = self._least + (min(len(further), int(num_bytes // further[0].data.numel())) if further else 0)
-            self._rests |= self.most < before
+            before, further = self.most, len(self.slots) - self._least
+            self.most = self._least + (min(further, int(num_bytes // self.slots[-1].data.numel())) if further else 0)
+            if self.most < before:
+                self._rest_behind(self.most)
+
+    def give_memory_back(self) -> None:
+        """Return when no further slot has memory. Nothing may be in flight or expected: see `StepPipeline.wait_idle`."""
+        with self._lock:
+            if not self.held_bytes:
+                return
+            self._rest_behind(self._least)
+        self._changes.wait_until(lambda: self._rests_behind is None)
+
+    def close(self) -> None:
+        """The pipeline's thread has ended: nothing is expected any more, and no further slot has memory."""
+        with self._lock:
+            self.expected.clear()
+            self._rest_behind(self._least)
+            self.turn()
+
+    def _rest_behind(self, most: int) -> None:
+        """The pipeline's thread is to give the memory of the slots behind the first `most` back, as they become free."""
+        self._rests_behind = most if self._rests_behind is None else min(most, self._rests_behind)
+        self._changes.tell()
+
+    def turn(self) -> bool:
+        """Give the memory back that is to be given back, as far as its slots are free. Returns whether a slot is free for a job
+        that is expected and not being read. The lock is held."""
+        if self._rests_behind is not None and self.free.rest(self._rests_behind):
+            self._rests_behind = None
+            self._changes.tell()
+        return self.may_read_ahead
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of further slots that may have memory."""
+        with self._lock:
+            return self.free.held_bytes()
 
     @property
     def has_further(self) -> bool:
@@ -213,12 +165,17 @@ class ReadStage:
     @property
     def may_read_ahead(self) -> bool:
         """Whether a slot is free for a job that is expected and not being read."""
-        return self.free.has_below(self.most) and self.expected.next() is not None
+        expected = self.expected.next()
+        return expected is not None and self.free.has(self._slots_for(expected))
+
+    def _slots_for(self, expected: Prefetch) -> range:
+        """The numbers of slots that what is expected may take."""
+        return range(self._least if expected.far else 0, self.most)
 
     def start(self, job: StepJob, patient: bool) -> tuple[bool, Slot | None]:
         """Start the reads of a job. Returns whether it could, and its slot, None for a job that reads nothing. With `patient` a
         slot is waited for."""
-        if self.is_due(job.sources):
+        if self.reading.will_write(job.sources):
             return False, None  # what it is to read has not been computed yet
         with self._lock:
             expected = self.expected.claim(PrefetchJob(job.what, job.extents))
@@ -235,33 +192,37 @@ class ReadStage:
                 job.started.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
         return True, slot
 
-    def is_due(self, extents: Sequence[Extent]) -> bool:
-        """Whether a job that has not been computed is to write them."""
-        return any(extent.overlaps(target) for extent in extents for job, *_ in self.reading for target in job.targets)
-
     def read_ahead(self, submitted: Collection[object]) -> None:
         """Give free slots to what is expected, unless anything that is submitted waits for one."""
+        while self._read_next(submitted):
+            pass
+
+    def _read_next(self, submitted: Collection[object]) -> bool:
+        """Start reading the state of the next job that is expected. Returns whether it could."""
         with self._lock:
-            if self._rests:
-                self._rests = not self.free.rest(self.most)
-            while not submitted and (expected := self.expected.next()):
-                if self.is_due(expected.extents) or any(map(self._writes.is_being_written, expected.extents)):
-                    return
-                expected.slot = slot = self.take_slot(patient=False)
-                if slot is None:
-                    return
-                for extent, view in zip(expected.extents, slot.views(expected.extents), strict=True):
-                    expected.reads.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
+            expected = self.expected.next()
+            if submitted or expected is None or self.reading.will_write(expected.extents):
+                return False
+            if any(map(self._writes.is_being_written, expected.extents)):
+                return False
+            slot = self.free.take(self._slots_for(expected))
+            if slot is None:
+                return False
+            self.expected.begin(expected, slot)
+            for extent, view in zip(expected.extents, slot.views(expected.extents), strict=True):
+                expected.reads.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
+            return True
 
     def take_slot(self, patient: bool) -> Slot | None:
         """The first slot that is free; with `patient` wait for writes, or take one from what is expected."""
+        allowed = range(self.most)
         if patient:
             with self._lock:
-                if not self.free.has_below(self.most):
+                if not self.free.has(allowed):
                     self.expected.give_back_last()
-            self.free.wait_for_one(self.most)
+            self.free.wait_for_one(allowed)
         with self._lock:
-            return self.free.take(len(self.slots) if patient else self.most)
+            return self.free.take(range(len(self.slots)) if patient else allowed)
 
     def free_all(self) -> None:
         """Nothing is in flight or expected, so all slots are free; an interrupt may have forgotten one."""
@@ -291,7 +252,7 @@ class StepPipeline:
         self._lock = self.changes.lock
         self._settings = settings or PipelineSettings()
         self._writes = WriteStage(writer, self._settings.checksums)
-        self.reads = ReadStage(slots, self._settings.further, reader, self._writes, self._lock)
+        self.reads = ReadStage(slots, self._settings.further, reader, self._writes, self.changes)
         self.reader = reader
         self.writer = writer
         self._submitted: deque[tuple[StepJob, JobGroup]] = deque()
@@ -314,13 +275,13 @@ class StepPipeline:
         num_bytes = sum(extent.num_bytes for job in jobs for extent in job.sources)
         return Ticket(what, lambda: self._wait(batch), num_bytes, lambda: batch.is_over)
 
-    def expect(self, jobs: Sequence[PrefetchJob]) -> None:
-        """Read the state of jobs that will be submitted soon, in this order, as far as slots are free. A hint: whether
-        they come does not matter."""
+    def expect(self, jobs: Sequence[PrefetchJob], far: bool = False) -> None:
+        """Read the state of jobs that will be submitted soon, in this order, as far as slots are free; into further slots alone
+        where they are `far`, behind the norm. A hint: whether they come does not matter."""
         with self._lock:
             if not self._closed and self.error is None:
                 self._wake()
-                self.reads.expected.add(jobs)
+                self.reads.expected.add(jobs, far)
 
     def _wake(self) -> None:
         """The thread finds what is given to it while the caller holds the lock."""
@@ -360,7 +321,7 @@ class StepPipeline:
             self.changes.tell()
         if self.thread is not None:
             self.thread.join()
-        self.reads.expected.clear()
+        self.reads.close()
         self.reader.close()
         self.writer.close()
 
@@ -395,8 +356,8 @@ class StepPipeline:
             if not (self._submitted or reads.reading or self._writes.is_busy):
                 self._idle = True
                 self.changes.tell()
-                self.changes.wait_on_own_thread(lambda: self._submitted or self._closed or reads.may_read_ahead)
-            ahead = not self._closed and reads.may_read_ahead
+                self.changes.wait_on_own_thread(lambda: reads.turn() or self._submitted or self._closed)
+            ahead = reads.turn() and not self._closed
             self._idle = not (self._submitted or reads.reading or self._writes.is_busy or ahead)
             return not self._idle
 
@@ -424,7 +385,7 @@ class StepPipeline:
         if started:
             with self._lock:
                 self._submitted.popleft()
-            self.reads.reading.append((job, batch, slot))
+            self.reads.reading.append(job, batch, slot)
         return started
 
     def _compute(self, job: StepJob, batch: JobGroup, slot: Slot | None) -> None:

@@ -133,10 +133,11 @@ class Stepper:
         self._pipeline.drain(reads_on)
         self._updates.close_updates()
 
-    def expect(self, unit: Unit, indices: Sequence[int], share: StepShare) -> None:
-        """The unit's `step` comes behind those that are expected: start reading its state where there is room."""
+    def expect(self, unit: Unit, indices: Sequence[int], share: StepShare, far: bool = False) -> None:
+        """The unit's `step` comes behind those that are expected: start reading its state where there is room. `far`: it comes
+        behind the norm, which is not known yet."""
         parts = [part for index in indices for part in self.chunks[index].parts(share)]
-        self._pipeline.expect([PrefetchJob(_what(unit, part), self._source(part)) for part in parts])
+        self._pipeline.expect([PrefetchJob(_what(unit, part), self._source(part)) for part in parts], far)
 
     @property
     def torn(self) -> bool:

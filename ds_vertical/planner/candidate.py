@@ -426,7 +426,7 @@ def reading_ahead(candidate: Candidate) -> Iterator[Candidate]:
     choice, case, shape = candidate.choice, candidate.case, candidate.shape
     limit, each = case.limits[Tier.HOST], memory_budget.slot_bytes(shape, case.terms)
     room = math.inf if limit is None else limit - linear_program.tier_bytes(case, shape.placement, Tier.HOST)
-    count = memory_budget.slots_ahead(memory_budget.num_pieces(shape), case.terms.slots, each, room)
+    count = memory_budget.slots_ahead(memory_budget.num_pieces(shape), each, room)
     if count and not (choice.early and not choice.speculation):
         own = replace(case, terms=replace(case.terms, ahead=count))
         yield replace(candidate, choice=replace(choice, read_ahead_bytes=int(count * each)), case=own)

@@ -47,7 +47,7 @@ STATE_SHARE: Final = "vertical_schedule.optimizer_host_share"
 STATE_SHARES: Final = 20  # of the optimizer's state in host memory, which are tried
 USED_BY_STATE: Final = 0.8  # of the host memory that all else leaves, where such a share is chosen
 READ_AHEAD: Final = "vertical_schedule.optimizer_read_ahead_bytes"
-USED_BY_READING: Final = 0.8  # of the host memory that all else leaves, for state that is read ahead of the norm
+USED_BY_READING: Final = 0.5  # of the host memory that all else leaves, for state that is read ahead of the norm
 _KEEP: Final = "vertical_schedule.activations.keep"
 _IN_FLIGHT: Final = f"(up to {SLOTS} pieces; one without overlap)"
 _KNOBS: Final = (
@@ -68,14 +68,13 @@ def num_slots(num_pieces: int, overlap: bool) -> int:
     return min(SLOTS if overlap else 1, num_pieces)
 
 
-def slots_ahead(num_pieces: int, slots: int, slot_bytes: float, room: float, most_bytes: float | None = None) -> int:
-    """Slots for state that is read ahead of the norm, besides `slots`: for all pieces, as far as a part of the `room` that all
-    else leaves holds them. `most_bytes`: that they may take, None: any number."""
+def slots_ahead(num_pieces: int, slot_bytes: float, room: float, most_bytes: float | None = None) -> int:
+    """Slots for state that is read ahead of the norm: for all pieces, as far as a part of the `room` that all else leaves holds
+    them. `most_bytes`: that they may take, None: any number."""
     held = USED_BY_READING * max(0.0, room)
     if most_bytes is not None:
         held = min(held, most_bytes)
-    wanted = max(0, num_pieces - slots)
-    return wanted if held >= wanted * slot_bytes else int(held // slot_bytes)
+    return num_pieces if held >= num_pieces * slot_bytes else int(held // slot_bytes)
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def test_room_for_a_checkpoint_is_told_and_demanded_where_one_is_sure(
 
 
 def forecast(on_ssd: int) -> Any:
-    return SimpleNamespace(files=SimpleNamespace(num_files=on_ssd), terms=SimpleNamespace(slots=4, ahead=0))
+    return SimpleNamespace(files=SimpleNamespace(num_files=on_ssd), terms=SimpleNamespace(slots=4, ahead=0), most_ahead=None)
 
 
 def settings(**keys: Any) -> RunSettings:
@@ -168,6 +168,22 @@ def test_open_files_are_counted_and_the_soft_limit_is_raised(monkeypatch: pytest
     (fault,) = disk_check._descriptor_faults(forecast(10**6), made, resolved)
     told = re.search(r"open files: this rank needs up to (\d+), 10000 are allowed; raise the limit \(ulimit -Hn", fault)
     assert told is not None and 10_000 < int(told[1]) < 11_000
+
+
+@pytest.mark.parametrize(("spare", "most"), [(1000, None), (0, 0), (-50, 0), (5 * 7, 5)])
+def test_state_read_ahead_takes_as_many_files_as_the_limit_allows(
+    monkeypatch: pytest.MonkeyPatch, spare: int, most: int | None
+) -> None:
+    """Seven each: four that are read, three that are written. They are no reason for a refusal. `spare`: of the limit, beyond
+    what all else takes."""
+    made, resolved, planned = config_in(Path("/ssd")) | {"aio": {"queue_depth": 64}}, settings(), forecast(10)
+    monkeypatch.setattr(disk_check.os, "listdir", lambda _: [""] * 10)
+    hard = disk_check._open_files(planned, made, resolved, 0) + spare
+    monkeypatch.setattr(disk_check.resource, "getrlimit", lambda _: (hard, hard))
+    disk_check.limit_ahead(planned, made, resolved)
+    assert planned.most_ahead == most
+    planned.terms.ahead = 50 if most is None else most
+    assert bool(list(disk_check._descriptor_faults(planned, made, resolved))) == (spare < 0)
 
 
 @pytest.mark.parametrize("hard", [10_000, 500, resource.RLIM_INFINITY])

@@ -184,7 +184,7 @@ def test_the_engine_reads_the_state_of_each_step_before_it_issues_it(
 
         def step(unit: Any, submit: Any) -> Any:
             with pipeline.changes.lock:
-                told = any(entry.coming.what.startswith(f"step {unit},") for entry in pipeline.reads.expected._entries)
+                told = any(entry.coming.what.startswith(f"step {unit},") for entry in pipeline.reads.expected.expected())
             end = time.monotonic() + LIMIT_S
             while told and not is_being_read(unit):
                 assert time.monotonic() < end, f"the state of {unit} is not being read"

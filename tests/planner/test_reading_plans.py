@@ -88,11 +88,11 @@ def test_as_many_pieces_are_in_memory_as_there_are_slots() -> None:
 
 
 def test_the_slots_take_a_part_of_the_room_and_no_more_than_all_state_has() -> None:
-    assert slots_ahead(10, 4, 100.0, math.inf) == 6
-    assert slots_ahead(10, 4, 100.0, 6 * 100 / USED_BY_READING + 1e-6) == 6
-    assert slots_ahead(10, 4, 100.0, 5.9 * 100 / USED_BY_READING) == 5
-    assert slots_ahead(10, 4, 100.0, 1e9, 399) == 3
-    assert slots_ahead(10, 4, 100.0, 1e9, 0) == slots_ahead(10, 4, 100.0, -5.0) == slots_ahead(4, 4, 100.0, 1e9) == 0
+    assert slots_ahead(6, 100.0, math.inf) == 6
+    assert slots_ahead(6, 100.0, 6 * 100 / USED_BY_READING + 1e-6) == 6
+    assert slots_ahead(6, 100.0, 5.9 * 100 / USED_BY_READING) == 5
+    assert slots_ahead(6, 100.0, 1e9, 399) == 3
+    assert slots_ahead(6, 100.0, 1e9, 0) == slots_ahead(6, 100.0, -5.0) == slots_ahead(0, 100.0, 1e9) == 0
 
 
 def test_pieces_are_those_whose_state_is_in_files() -> None:
@@ -133,10 +133,12 @@ def test_none_is_planned_where_early_steps_count_whatever_the_norm() -> None:
 
 
 def test_what_is_planned_is_written() -> None:
-    found = plan(9e9)
-    made = next(reading_ahead(found), found)
-    config = write_config(made, MODEL, TrainingOptions(1.0, ("/ssd",), locked=True))
+    made = next(each for size in (4.2e9, 5.5e9, 9e9, 30e9) for each in reading_ahead(plan(size)))
+    options = TrainingOptions(1.0, ("/ssd",), locked=True)
+    config = write_config(made, MODEL, options)
     section = load_section(config)
     assert section is not None and section.optimizer_read_ahead_bytes == made.choice.read_ahead_bytes
     assert check(config, section) == [] and Choice.from_json(made.choice.to_json()) == made.choice
+    plain = write_config(replace(made, choice=replace(made.choice, read_ahead_bytes=0)), MODEL, options)
+    assert "optimizer_read_ahead_bytes" not in plain["vertical_schedule"], "null, which costs nothing where nothing is gained"
     assert made.choice.read_ahead_bytes == int(made.case.terms.ahead * slot_bytes(made.shape, made.case.terms))

@@ -149,7 +149,8 @@ class KeepPlanner:
         early = timing.possible and timing.certain
         menu = step.keep_menu(self._num_layers, self._blocks)
         further = forecast.further(self.baseline)
-        open_problem = LpProblem(shape, machine, forecast.terms, dict.fromkeys(Tier), timing.delay, early, further, menu)
+        terms = replace(forecast.terms, ahead=0)  # state that is read ahead takes what keeping leaves
+        open_problem = LpProblem(shape, machine, terms, dict.fromkeys(Tier), timing.delay, early, further, menu)
         return replace(open_problem, limits=self._limits(open_problem, shape, step), keep_tiers=self._tiers(step))
 
     def _limits(self, problem: LpProblem, shape: ModelShape, step: MeasuredStep) -> dict[Tier, float | None]:

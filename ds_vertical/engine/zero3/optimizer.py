@@ -203,6 +203,8 @@ class VerticalStage3(ChunkedStage3):
         with self.calls.joined("flush"):
             if backlog.settled:
                 self.live.check_whole()
+                self.pipeline.wait_idle()
+                self.pipeline.reads.give_memory_back()  # of a step that failed
                 return
             self.calls.leaves(FLUSHED)
             with contextlib.ExitStack() as finally_:
@@ -214,6 +216,7 @@ class VerticalStage3(ChunkedStage3):
                             ticket.wait()
                         self._updates.close_updates()
                     self.stepper.complete()
+                    self.pipeline.reads.give_memory_back()
             backlog.ahead.clear()
             backlog.settled = True
 

@@ -6,16 +6,21 @@ reads their state during the backward and beside the norm. Behind the norm CPU A
 
 [Note: what is left] That state takes what all else leaves of the host memory that the budget allows. The rest is known at the
 turn: by then a step has all that passes between its layers, and all that its forwards keep. So the handlers measure it there,
-in each step, and the pipeline uses as many of its further slots as the rest holds. The most that any step has had counts, since
-state that was read waits in its slot until the next forward, in which as much comes into memory again.
+in each step, and the pipeline uses as many of its further slots as half of the rest holds, and as half of what the machine has
+available. The most that any of the last steps has had counts, since state that was read waits in its slot until the next
+forward, in which as much comes into memory again.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from ds_vertical.compat import accelerator
+from ds_vertical.distributed import ranks
 from ds_vertical.engine.zero3.interface import Optimizer
+from ds_vertical.io import host
 from ds_vertical.model.micro_batch import MicroBatch
 from ds_vertical.offload.activation_store import ActivationStore
 from ds_vertical.offload.kept_store import KeptStore
@@ -25,6 +30,8 @@ from ds_vertical.planner.memory_budget import USED_BY_READING
 from ds_vertical.schedule.events import EARLY, Event, Op, Schedule
 from ds_vertical.types import Tier
 
+_STEPS: Final = 4  # of the last ones, whose most counts
+
 
 class ReadAheadRoom:
     """Host memory of one engine for state that is read before the norm. `left`: bytes that the memory budget leaves for what
@@ -33,15 +40,16 @@ class ReadAheadRoom:
     def __init__(self, pipeline: StepPipeline, left: int) -> None:
         self._pipeline = pipeline
         self._left = left
-        self._most_held = 0
+        self._held: deque[int] = deque(maxlen=_STEPS)
 
     def open(self, held: int) -> bool:
         """A step is at its turn, and has `held` bytes of that memory. Returns whether any is left. The
         pipeline's thread is not started for it: the first step does that, behind its norm."""
-        self._most_held = max(self._most_held, held)
+        self._held.append(held)
         if self._pipeline.thread is None:
             return False
-        self._pipeline.reads.allow(USED_BY_READING * max(0, self._left - self._most_held))
+        there = host.available_bytes() // ranks.ranks_on_this_host() + self._pipeline.reads.held_bytes
+        self._pipeline.reads.allow(USED_BY_READING * max(0, min(self._left - max(self._held), there)))
         return self._pipeline.reads.has_further
 
 

@@ -209,8 +209,9 @@ class StepDriver(UnitReductions):
     def expect_steps(self, units: Sequence[Unit], share: StepShare | None) -> None:
         """The steps of these units will be issued next, in this order: start reading their state. A hint. `share`: of each
         unit, also before it is decided; None: what is due."""
+        far = share not in (None, "early")
         for unit in units if share is not None else filter(self.backlog.units.__contains__, units):
-            self._stepper.expect(unit, self._optimizer.scheduled_chunks_of(unit), share or self.backlog.share)
+            self._stepper.expect(unit, self._optimizer.scheduled_chunks_of(unit), share or self.backlog.share, far)
 
     def step_unit(self, unit: Unit) -> Ticket | None:
         """Issue what is due of a unit: read state, CPU Adam, write state and parameters."""
