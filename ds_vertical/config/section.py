@@ -160,7 +160,7 @@ class VerticalConfig(BaseModel):
     """Share of optimizer state on nvme kept in host memory; null: chosen. Whole parameters, spread evenly over the layers.
     Their steps wait for the norm."""
     optimizer_read_ahead_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Host memory for state read before the norm; null: half of the rest. At most so many bytes for each rank; 0: state is read
+    """Memory for state read before the norm; null: half of the rest. At most so many bytes for each rank; 0: state is read
     into the pipeline's few slots alone. For steps that wait for the norm: with clipping, or a dynamic loss scale."""
     optimizer_compression: bool = False
     """Store half of each fp32 master; its bf16 parameter has the rest. Same bits, 2 bytes a parameter fewer written and,

@@ -100,7 +100,7 @@ class ScheduleRunner:
             micro_batches = self._micro_batches(bodies, shared, moved=schedule.moved)
             parts = PassParts(schedule, micro_batches, self.params, self.leave, replay, modules, bodies, watch)
             held = partial(host_bytes_held, schedule, micro_batches, self._stores)
-            tell = StepHints(schedule, optimizer, self.room, held).tell if self.overlap else _tell_nothing
+            tell = StepHints(schedule, optimizer, self.room, held).tell if self.overlap else lambda _: None
             training = _Training(parts, gradients, scale, optimizer, self._stores, tell)
             self._run(parts, training.handlers(), gradients, optimizer, self.tracer)
         return training.losses
@@ -491,10 +491,6 @@ class _Checking(_WithBackward):
         for param, total in zip(params, self.gradients.hand_over(unit), strict=True):
             self.notes.note_sum(param, total, self.gradients.rounding(param))
         self.gradients.drop(unit)
-
-
-def _tell_nothing(_: Event) -> None:
-    """Without overlap no state is read ahead."""
 
 
 def _unit(event: Event) -> Unit:

@@ -259,10 +259,8 @@ class Forecast:
             elif chunk.state_in_files:
                 middle, end = boundary(chunk.sizes, 0.0 if chunk.persistent else early_share), chunk.numel
                 alignment = self._json.alignment_bytes // FP32_BYTES
-                parts = (
-                    *split_chunk(0, 0, middle, memory_budget.PART_ELEMENTS),
-                    *split_chunk(0, middle, end, memory_budget.PART_ELEMENTS),
-                )
+                most = memory_budget.PART_ELEMENTS
+                parts = (*split_chunk(0, 0, middle, most), *split_chunk(0, middle, end, most))
                 padding = -end % alignment
                 for part in parts:
                     numel = part.numel + padding * (part.start + part.numel == end)

@@ -164,7 +164,7 @@ def test_without_verify_nobody_notices(tmp_path: Path) -> None:
 def amounts(engine: Any) -> tuple[int, int, int]:
     """Bytes read by steps, bytes checked, bytes learned or passed."""
     pipeline, sums = engine.optimizer.pipeline, engine.optimizer.checksums
-    pipeline.wait_idle()
+    engine.flush()  # takes the steps whose state has been read ahead
     read = engine.param_store.reads.num_read_bytes + pipeline.reader.num_read_bytes
     return read, sums.num_checked_bytes, sums.num_learned_bytes + sums.num_passed_bytes
 
