@@ -197,8 +197,10 @@ def choose_all(
 def settle_read_ahead(section: VerticalConfig, resolved: RunSettings, forecast: Forecast) -> RunSettings:
     """`resolved` with the bytes of host memory for state that is read before the norm, as the memory check has found them."""
     found, asked = read_ahead_bytes(forecast), section.optimizer_read_ahead_bytes
+    if found == asked:
+        return resolved
     why = forecast.why_ahead
-    reason = "as written" if found == asked else f"null: {why}" if asked is None else f"{asked} as written: {why}"
+    reason = f"null: {why}" if asked is None else f"{asked} as written: {why}"
     reasons = MappingProxyType({**resolved.reasons, "optimizer_read_ahead_bytes": reason})
     return replace(resolved, optimizer_read_ahead_bytes=found, reasons=reasons)
 

@@ -18,6 +18,7 @@ methods are Python's: one that is cut between taking it and saying so keeps it f
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import threading
 from collections import deque
@@ -91,10 +92,16 @@ class FreeSlots:
         return slot.number in self._numbers
 
     def append(self, slot: Slot) -> None:
-        """No job has the slot any more. Twice is harmless."""
+        """No job has the slot any more. Twice is harmless, unless an interrupt cuts it: see `reset`."""
         if slot not in self:
+            self._numbers.add(slot.number)  # first: a slot may be lost until the next reset, and never be there twice
             self._written.append(slot)
-            self._numbers.add(slot.number)
+
+    def reset(self) -> None:
+        """Nothing is in flight or expected, so all slots are free; an interrupt may have forgotten one."""
+        self._numbers = {slot.number for slot in self._slots}
+        there = {*self._usual, *self._further, *(slot.number for slot in self._written)}
+        self._written.extend(slot for slot in self._slots if slot.number not in there)
 
     def has(self, numbers: range) -> bool:
         """Whether one of these slots is free."""
@@ -121,7 +128,8 @@ class FreeSlots:
     def rest(self, most: int) -> bool:
         """Give the memory of the slots behind the first `most` back, as far as they are free and their writes complete. Returns
         whether none of them has any."""
-        self._note_written()
+        with contextlib.suppress(OSError):  # the slot stays, and whoever takes it or settles its writes meets what failed
+            self._note_written()
         behind = {number for number in self._holding if number >= most}
         for number in behind.intersection(self._further):
             data = self._slots[number].data

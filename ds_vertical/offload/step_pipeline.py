@@ -226,8 +226,7 @@ class ReadStage:
 
     def free_all(self) -> None:
         """Nothing is in flight or expected, so all slots are free; an interrupt may have forgotten one."""
-        for slot in self.slots:
-            self.free.append(slot)
+        self.free.reset()
 
 
 class StepPipeline:

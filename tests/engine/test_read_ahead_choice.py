@@ -25,6 +25,7 @@ from ds_vertical.types import RunSettings
 MIB = 1 << 20
 WIDTH, NUM_LAYERS = 512, 8
 ENOUGH = 8 << 30
+HALF: dict[str, Any] = {"optimizer_read_ahead_bytes": None}
 
 
 class Choice:
@@ -33,6 +34,7 @@ class Choice:
     def __init__(self, folder: Path, clip: float = 1.0, **section: Any) -> None:
         start_process_group()
         self.network = MixerModel(NUM_LAYERS, WIDTH)
+        section = HALF | section
         made = small_buffers(base_config(folder, num_micro_batches=2, dtype="fp32", clip=clip, section=section), 1_100_000)
         loaded = load_section(made)
         assert loaded is not None
@@ -136,7 +138,10 @@ def test_state_in_host_memory_is_no_piece_of_it(tmp_path: Path, share: float) ->
 @pytest.mark.usefixtures("no_growth")
 def test_activations_take_the_memory_of_state_that_is_read_ahead(tmp_path: Path) -> None:
     """Longer sequences, under a limit: the pages go back in the step that brings them, and are taken again some steps later."""
-    made = small_buffers(base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=0.05), 1_100_000)
+    made = small_buffers(
+        base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=0.05, section=HALF),
+        1_100_000,
+    )
     made["vertical_schedule"] |= {"optimizer_speculation": False}
     _, needed, _ = Choice(tmp_path, optimizer_speculation=False).checked()
     made["vertical_schedule"]["host_memory_bytes"] = needed + (80 << 20)
@@ -161,7 +166,10 @@ def test_activations_take_the_memory_of_state_that_is_read_ahead(tmp_path: Path)
 
 
 def test_it_is_never_more_than_half_of_what_the_machine_has_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = small_buffers(base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=0.05), 1_100_000)
+    made = small_buffers(
+        base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=0.05, section=HALF),
+        1_100_000,
+    )
     with running(made, partial(MixerModel, NUM_LAYERS, WIDTH), vertical=True) as (engine, _):
         slots, reads = engine.optimizer.further_slots, engine.optimizer.pipeline.reads
         usual = len(engine.optimizer.slots)
@@ -176,7 +184,10 @@ def test_it_is_never_more_than_half_of_what_the_machine_has_then(tmp_path: Path,
 def test_the_memory_is_what_the_table_says_and_is_taken_from_the_second_step_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = small_buffers(base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=0.05), 1_100_000)
+    config = small_buffers(
+        base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=0.05, section=HALF),
+        1_100_000,
+    )
     with running(config, partial(MixerModel, NUM_LAYERS, WIDTH), vertical=True) as (engine, _):
         slots = engine.optimizer.further_slots
         told = re.findall(

@@ -148,6 +148,7 @@ def test_state_is_read_before_the_norm_as_far_as_there_is_room(
 ) -> None:
     """With early steps the delayed parts alone; the norm waits for the early steps' writes, and gives nothing up."""
     section: dict[str, Any] = {"optimizer_delay": 0.5, "optimizer_speculation": speculation}
+    section["optimizer_read_ahead_bytes"] = None
     with read_at_norm(monkeypatch) as found:
         with running(config(tmp_path, "fp32", FREE, **section), partial(mixer, "fp32"), vertical=True) as (engine, _):
             chunks, slots = engine.optimizer.stepper.chunks, len(engine.optimizer.slots)

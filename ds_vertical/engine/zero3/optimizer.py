@@ -228,6 +228,7 @@ class VerticalStage3(ChunkedStage3):
             self.live.refuse_compressed_inside("a use of optimizer state")
         if not self.live.num_inside:
             self.stepper.gather_state()
+            self.pipeline.reads.give_memory_back()  # its jobs may have had further slots
 
     def close(self) -> None:
         """`flush_state` (state may be read after it) unless a step is under way, then end the pipeline's thread and give its
