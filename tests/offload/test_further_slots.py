@@ -20,7 +20,7 @@ from ds_vertical.compat import pinned_memory
 from ds_vertical.compat.ops import load
 from ds_vertical.io.aio import DiskQueue
 from ds_vertical.io.extents import Extent
-from ds_vertical.offload.state_prefetch import PrefetchJob
+from ds_vertical.offload.state_prefetch import FreeSlots, PrefetchJob, Slot
 from ds_vertical.offload.step_pipeline import PipelineSettings, StepJob, StepPipeline
 
 SLOT = 4 * BLOCK
@@ -258,3 +258,44 @@ def test_what_is_behind_the_norm_leaves_the_usual_slots_to_what_comes_next(rig: 
     rig.submit(near[2], *far)
     assert within_limit(rig.pipeline.drain) is None
     assert values(file) == [1] * 32 and values(other) == [1] * 12 + [0] * 4
+
+
+# ---- what an interrupt or a failed write leaves
+
+
+def slots_of(count: int) -> list[Slot]:
+    return [Slot(torch.empty(mmap.PAGESIZE, dtype=torch.uint8), number) for number in range(count)]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["cut behind the number", "cut ahead of it"])
+def test_a_slot_that_an_interrupt_has_left_is_free_once(known: bool) -> None:
+    """It was there twice, so that two jobs would have had its memory."""
+    slots = slots_of(4)
+    free = FreeSlots(slots, 2)
+    taken = free.take(range(4))
+    assert taken is slots[0]
+    if known:
+        free._numbers.add(taken.number)  # as far as `append` comes ahead of the interrupt
+    for _ in range(2):
+        free.reset()
+    assert [free.take(range(4)) for _ in range(5)] == [*slots, None]
+
+
+def test_a_failed_write_is_left_to_who_takes_the_slot() -> None:
+    """Giving memory back raised it outside of what the pipeline's thread guards, and the thread ended."""
+
+    class Failed:
+        done = True
+
+        def wait(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    slots = slots_of(3)
+    free = FreeSlots(slots, 1)
+    for slot in (free.take(range(3)), free.take(range(1, 3))):
+        assert slot is not None
+        slot.writes = [Failed()] if slot.number else []  # type: ignore[list-item]
+        free.append(slot)
+    assert not free.rest(1)
+    with pytest.raises(OSError, match="No space"):
+        free.take(range(1, 2))
