@@ -89,23 +89,18 @@ def run_round(number: int, options: argparse.Namespace, configs: Mapping[str, An
     contestants = CONTESTANTS[options.figure]
     with contextlib.ExitStack() as stack:
         steppers = {}
-        for each in _rotated(contestants, number):
+        for each in inturn.rotated(contestants, number):
             stepper = steppers[each.name] = start(each, options, configs, folder / f"run {number} {each.name}")
             stack.callback(stepper.close)
             stepper.wait_ready()
         warm_up = {each.name: steppers[each.name].turn(options.warm_up) for each in contestants}
         turns, rows = [], options.evaluations * options.micro_batches * configs["vertical"]["train_micro_batch_size_per_gpu"]
         for index in range(options.turns):
-            order = [each.name for each in _rotated(contestants, index)]
+            order = [each.name for each in inturn.rotated(contestants, index)]
             turns.append({"order": order, **take_turn(steppers, order, options, rows)})
             taken = ", ".join(f"{name} {_shown(turns[-1][name], options.figure)}" for name in sorted(order))
             print(f"round {number + 1}, turn {index + 1}: {taken}", flush=True)
     return {"warm_up": warm_up, "turns": turns}
-
-
-def _rotated(contestants: Sequence[Contestant], by: int) -> list[Contestant]:
-    by %= len(contestants)
-    return [*contestants[by:], *contestants[:by]]
 
 
 def _shown(answer: Mapping[str, Any], figure: str) -> str:

@@ -18,13 +18,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from ds_vertical.cli.bench.disk_limit import LimitedGroup
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG_LINES = 25
+Arm = TypeVar("Arm")
 NVME_PATH = "NVME_PATH"  # stands for the folder in what is recorded
 
 
@@ -173,6 +174,18 @@ def scratch_folder(options: argparse.Namespace, config: dict[str, Any]) -> Itera
         yield Path(folder)
 
 
+def rotated(arms: Sequence[Arm], by: int) -> list[Arm]:
+    """All of them in the order of a turn: with another one first from turn to turn."""
+    by %= len(arms)
+    return [*arms[by:], *arms[:by]]
+
+
+def losses_equal(round_: Mapping[str, Any], arms: Sequence[str]) -> bool:
+    """Whether all arms have the same losses, bit for bit, in a round's `warm_up` and `turns`."""
+    steps = ([*round_["warm_up"][arm], *(turn[arm] for turn in round_["turns"])] for arm in arms)
+    return len({tuple(step["loss"] for step in own) for own in steps}) == 1
+
+
 @contextlib.contextmanager
 def busy_cores(count: int) -> Iterator[None]:
     """Processes beside the block that compute without a pause, each on a core wherever the kernel puts it."""
@@ -225,9 +238,17 @@ def main() -> None:
 
 
 def _step(engine: Any, batches: Iterator[Any]) -> dict[str, Any]:
-    start = time.perf_counter()
+    before, start = _moved(), time.perf_counter()
     loss = engine.train_batch(batches)
-    return {"step_s": time.perf_counter() - start, "loss": float(loss).hex()}
+    taken = time.perf_counter() - start
+    moved = {name: after - before[name] for name, after in _moved().items()}
+    return {"step_s": taken, "loss": float(loss).hex(), **moved}
+
+
+def _moved() -> dict[str, int]:
+    """Bytes that this process has moved from and to disks so far; the kernel's own words, which every checkout finds."""
+    words = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {name: int(words[name]) for name in ("read_bytes", "write_bytes")}
 
 
 def _batches(options: argparse.Namespace, vocabulary: int, device: Any) -> Iterator[Any]:

@@ -247,7 +247,7 @@ def run_round(
     """New processes, a warm-up that does not count, and the turns. Raises TurnError."""
     with contextlib.ExitStack() as stack:
         steppers: dict[str, inturn.Stepper] = {}
-        for arm in _rotated([*configs], number):
+        for arm in inturn.rotated([*configs], number):
             given = arm, run.ROOT, configs[arm], folder / f"run {number} {arm}", [inturn.__file__], words
             stepper = steppers[arm] = inturn.Stepper(*given, group=group)
             stack.callback(stepper.close)
@@ -255,17 +255,12 @@ def run_round(
         warm_up = {arm: steppers[arm].turn(options.warm_up) for arm in configs}
         turns = []
         for index in range(options.turns):
-            order = _rotated([*configs], index)
+            order = inturn.rotated([*configs], index)
             turns.append({"order": order, **{arm: _rested_step(steppers[arm], options.rest) for arm in order}})
             taken = ", ".join(f"{arm} {turns[-1][arm]['step_s']:.2f} s" for arm in configs)
             print(f"round {number + 1}, turn {index + 1}: {taken}", flush=True)
         chosen = {NULL: chosen_in(steppers[NULL].log.read_text(errors="replace"))} if NULL in configs else {}
     return {"warm_up": warm_up, "turns": turns} | ({"chosen": chosen} if chosen else {})
-
-
-def _rotated(arms: Sequence[str], by: int) -> list[str]:
-    by %= len(arms)
-    return [*arms[by:], *arms[:by]]
 
 
 # ---- what is recorded
@@ -286,14 +281,9 @@ def summary(
         "predicted_s": dict(predicted_s),
         "predicted_ratio": {arm: value / predicted_s[BASE] for arm, value in predicted_s.items()},
         "predicted_over_measured": {arm: predicted_s[arm] / seconds[arm] for arm in seconds},
-        "losses_equal": all(_losses_equal(each, [*predicted_s]) for each in rounds),
+        "losses_equal": all(inturn.losses_equal(each, [*predicted_s]) for each in rounds),
     }
     return found | {"required": list(_required(row, found))}
-
-
-def _losses_equal(each: Mapping[str, Any], arms: Sequence[str]) -> bool:
-    steps = ([*each["warm_up"][arm], *(turn[arm] for turn in each["turns"])] for arm in arms)
-    return len({tuple(step["loss"] for step in own) for own in steps}) == 1
 
 
 def _required(row: Row, found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

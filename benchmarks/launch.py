@@ -1,6 +1,6 @@
 """What the thread that launches takes for a layer's forward (F) and backward (B), beyond plain calls of the same Llama block.
 
-    python benchmarks/launch.py [--rounds 6] [--layers 6] [--micro-batches 8] [--tokens 8] [--width 64]
+    python benchmarks/launch.py [--rounds 6] [--layers 6] [--micro-batches 8] [--tokens 8] [--width 64] [--gpu]
 
 Seconds are the launching thread's own: while it waits, or other processes have its core, they stand still. (A device's backward
 has a thread of torch's own, whose seconds are not among these.) Of a small block a call takes Python, torch's way to the
@@ -11,8 +11,8 @@ figure is the lowest decile of its calls: what else runs on the machine slows so
 
 All of that happens on the late device of the tests, and in a process of its own on the CPU. The late device keeps books of each
 operation (`op_s`: what a plain forward takes longer there, for each of its operations). The engine runs more operations than
-the plain call. So `beyond_s`, the schedule's own time, is the difference without those books. Writes
-benchmarks/launch/NAME.json.
+the plain call. So `beyond_s`, the schedule's own time, is the difference without those books. With --gpu all happens on a GPU
+instead, which keeps no books. Writes benchmarks/launch/NAME.json.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from ds_vertical.schedule.trace import Tracer  # noqa: E402
 
 VOCABULARY = 128
 DEVICES = ("late", "cpu")
+GPU = "cuda"
 Seconds = dict[str, list[float]]
 
 
@@ -203,18 +204,19 @@ def in_a_process(options: argparse.Namespace, device: str) -> dict[str, dict[str
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "found.json"
         command = [sys.executable, __file__, *sys.argv[1:], "--device", device, "--result", str(result)]
-        subprocess.run(command, check=True, env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})
+        accelerator = GPU if device == GPU else "cpu"
+        subprocess.run(command, check=True, env=os.environ | {"DS_ACCELERATOR": accelerator, "OMP_NUM_THREADS": "1"})
         found: dict[str, dict[str, Any]] = json.loads(result.read_text())
     return found
 
 
 def beyond(found: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """`op_s`, and `beyond_s` of F and B on both devices: see the module."""
-    plain_s = {device: median(found[device]["F"]["plain_s"]) for device in DEVICES}
-    op_s = (plain_s["late"] - plain_s["cpu"]) / found["late"]["F"]["plain_ops"]
+    """`op_s`, and `beyond_s` of F and B on each device: see the module."""
+    plain_s = {device: median(each["F"]["plain_s"]) for device, each in found.items()}
+    op_s = (plain_s["late"] - plain_s["cpu"]) / found["late"]["F"]["plain_ops"] if "late" in found else 0.0
     made: dict[str, Any] = {"op_s": op_s}
-    for device in DEVICES:
-        for name, each in found[device].items():
+    for device, figures in found.items():
+        for name, each in figures.items():
             more_ops = (each["engine_ops"] - each["plain_ops"]) if device == "late" else 0
             made[f"{device}_{name}_s"] = median(each["engine_s"]) - median(each["plain_s"]) - more_ops * op_s
     return made
@@ -225,7 +227,8 @@ def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     for name, default in (("rounds", 6), ("layers", 6), ("micro-batches", 8), ("tokens", 8), ("width", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--benchmarks", type=Path, default=ROOT / "benchmarks", help="folder for the result")
-    parser.add_argument("--device", choices=DEVICES, help=argparse.SUPPRESS)
+    parser.add_argument("--gpu", action="store_true", help="on a GPU, in place of the late device and the CPU")
+    parser.add_argument("--device", choices=(*DEVICES, GPU), help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -239,20 +242,22 @@ def main() -> int:
             options.result.write_text(json.dumps(measure(options, Path(folder))))
         return 0
     load = os.getloadavg()[0]
-    found = {device: in_a_process(options, device) for device in DEVICES}
+    found = {device: in_a_process(options, device) for device in ((GPU,) if options.gpu else DEVICES)}
     settings = {key: getattr(options, key) for key in ("rounds", "layers", "micro_batches", "tokens", "width")}
     content = commits.made_of() | {"checkout": commits.describe(ROOT), "load_before": load, **settings, **found}
     content["beyond"] = made = beyond(found)
-    name = f"llama_w{options.width}_s{options.tokens}_{report.instructions()}_{content['date'][:10]}"
+    where = GPU if options.gpu else report.instructions()
+    name = f"llama_w{options.width}_s{options.tokens}_{where}_{content['date'][:10]}"
     portable.write(options.benchmarks / "launch" / f"{name}.json", content, ROOT / "runs" / "launch", "launch")
-    for device in DEVICES:
-        for op, each in found[device].items():
+    for device, figures in found.items():
+        for op, each in figures.items():
             engine_s, plain_s = (median(each[key]) for key in ("engine_s", "plain_s"))
             print(
                 f"{device} {op}: {1e3 * engine_s:.3f} ms, a plain call {1e3 * plain_s:.3f} ms; {each['engine_ops']:.0f} and"
                 f" {each['plain_ops']} operations; {1e3 * made[f'{device}_{op}_s']:.3f} ms beyond the call"
             )
-    print(f"the late device's books: {1e6 * made['op_s']:.1f} us an operation")
+    if not options.gpu:
+        print(f"the late device's books: {1e6 * made['op_s']:.1f} us an operation")
     return 0
 
 

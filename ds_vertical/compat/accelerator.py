@@ -148,6 +148,12 @@ def device_room() -> int | None:
     return max(0, found.available_memory() + found.memory_allocated() - found.max_memory_allocated())
 
 
+def peak_device_bytes() -> int:
+    """The most bytes of the device's own memory that tensors of this process have taken; 0 where the device computes in host
+    memory."""
+    return 0 if is_one_memory() else _device_memory().max_memory_allocated()
+
+
 def _device_memory() -> DeviceMemory:
     found: Any = _get_accelerator()
     return found

@@ -36,7 +36,8 @@ class StepRecord:
     """One step of one rank.
 
     step counts from 1. read_bytes and write_bytes are what this process moved to and from block devices during the
-    step; peak_host_bytes is the largest resident set so far. loss is the mean of losses (one per micro-batch).
+    step; peak_host_bytes is the largest resident set so far, peak_device_bytes the most that tensors took of a device's own
+    memory (0: it has none, or the record is of an earlier version). loss is the mean of losses (one per micro-batch).
     tied says whether the model shares a weight between modules (it decides how equal two arms must be); None: unknown.
     host is the name of the rank's host, host_id what no other host has; empty in records of earlier versions.
     """
@@ -53,6 +54,7 @@ class StepRecord:
     tied: bool | None = None
     host: str = ""
     host_id: str = ""
+    peak_device_bytes: int = 0
 
     def to_json(self) -> str:
         """One line of strict JSON; a loss that is not finite is written as a string, which `from_json` reads back."""
@@ -128,10 +130,12 @@ class StepRecorder:
         read_bytes, write_bytes = process_io_bytes()
         self._start = (time.perf_counter(), read_bytes, write_bytes)
 
-    def end(self, engine: str, losses: Sequence[float], tokens: int, tied: bool | None = None) -> None:
+    def end(
+        self, engine: str, losses: Sequence[float], tokens: int, tied: bool | None = None, peak_device_bytes: int = 0
+    ) -> None:
         """Records the step since `begin`: engine's class name, one loss per micro-batch, tokens of this rank.
 
-        tied: whether the model shares a weight between modules, where the engine knows.
+        tied: whether the model shares a weight between modules, where the engine knows; peak_device_bytes: see `StepRecord`.
         Raises RuntimeError without a `begin`, ValueError without a loss.
         """
         if self._start is None:
@@ -157,6 +161,7 @@ class StepRecorder:
             tied=tied,
             host=socket.gethostname(),
             host_id=host_id(),
+            peak_device_bytes=peak_device_bytes,
         )
         self._file.write(record.to_json() + "\n")
 

@@ -160,6 +160,7 @@ class TrainLoop:
             losses=[float(loss) for loss in losses],
             tokens=micro.count_tokens(list(batches)),
             tied=shares_weights(self.module),
+            peak_device_bytes=accelerator.peak_device_bytes(),
         )
         tokens = micro.count_tokens(list(batches[:1]))
         self._log_step(recorder, tokens, self._host_speed(tokens))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from harness import base_config
+from late_worker import CASES
 from places import ROOT, SUPPORT
 
 MODEL = ROOT / "configs" / "models" / "gpt_13m.json"
@@ -64,6 +65,38 @@ def test_bits_are_stocks(tmp_path: Path, dtype: str, clip: float, persistence: i
 @pytest.mark.gpu
 def test_what_leaves_a_busy_device_comes_back_as_it_was(tmp_path: Path) -> None:
     assert run_cases(tmp_path, "cuda", {"case": "activations", "dtype": "bf16"}) == [{"steps": 2}]
+
+
+SETTINGS = [["bf16, clipped", "fp32, half of each layer late"], *([*CASES][index::6] for index in range(6))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(1, len(SETTINGS)))
+def test_settings_that_run_on_the_late_device_have_stocks_bits(tmp_path: Path, part: int) -> None:
+    [found] = run_cases(tmp_path, "cuda", {"case": "settings", "names": SETTINGS[part]})
+    assert not {name: each["wrong"] for name, each in found.items() if each["wrong"]}
+    assert [*found] == SETTINGS[part] and all(each["peak"] > 0 for each in found.values())
+
+
+@pytest.mark.slow
+def test_settings_have_stocks_bits_on_the_cpu(tmp_path: Path) -> None:
+    [found] = run_cases(tmp_path, "cpu", {"case": "settings", "names": SETTINGS[0]})
+    assert found == {name: {"wrong": None} for name in SETTINGS[0]}
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_attention_in_one_kernel_has_stocks_bits(tmp_path: Path, device: str) -> None:
+    case = {"case": "attention", "dtype": "bf16", "backend": "flash" if device == "cuda" else "math"}
+    assert run_cases(tmp_path, device, case) == [{"steps": 2}]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_blocks_that_torch_compiles_have_the_bits_of_the_same_under_stock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.delenv("TORCH_CUDA_SANITIZER", raising=False)  # it looks at each operation, which the compiler would trace
+    [found] = run_cases(tmp_path, device, {"case": "compiled", "dtype": "bf16"})
+    assert found["steps"] == 2 and found["frames"] > 0
 
 
 @pytest.mark.gpu

@@ -10,8 +10,13 @@ whoever starts the process sets CUBLAS_WORKSPACE_CONFIG.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +25,8 @@ from typing import Any
 import harness
 import torch
 from chunks import a_chunk, no_queue
-from models import MixerBlock, MixerModel, token_batches
+from models import VOCAB, MixerBlock, MixerModel, token_batches
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ds_vertical.io.streams import works_beside_host
 from ds_vertical.offload.grad_store import GradientFile, HeldGradients, ReducedSums
@@ -113,6 +119,84 @@ def resumes(folder: Path, dtype: str) -> dict[str, Any]:
     return {"differing": harness.differing(*ends), "tensors": len(ends[0])}
 
 
+def settings(folder: Path, names: list[str]) -> dict[str, Any]:
+    """Settings by name, of `late_worker`, for which the late device has the CPU's bits: here they are to have stock's on this
+    device. Those that call what stock has not, between the steps, have the bits of the same calls with nothing beside anything.
+    By name: what differs, or how the training has failed (None: nothing), and bytes of the device (`note_device`)."""
+    import late_worker
+
+    found: dict[str, Any] = {}
+    for index, name in enumerate(names):
+        case, place = late_worker.CASES[name], folder / str(index)
+        for each in ("own", "reference"):
+            (place / each).mkdir(parents=True)
+        device: dict[str, int] = {}
+        try:
+            own = late_worker.train(case, place / "own", *note_device(device))
+            if case.between is late_worker.nothing_between:
+                reference = late_worker.train(case, place / "reference", vertical=False)
+            else:
+                plain = {**case.options, "section": {**(case.options["section"] or {}), "overlap": False}}
+                reference = late_worker.train(replace(case, options=plain), place / "reference")
+            harness.assert_identical(reference, own)
+            found[name] = {"wrong": None, **device}
+        except Exception:
+            found[name] = {"wrong": traceback.format_exc()[-1500:], **device}
+    return found
+
+
+def note_device(found: dict[str, int]) -> tuple[Any, Any]:
+    """`watch` and `look` of `late_worker.train`: the most bytes of the device that its steps have taken beyond what was taken
+    ahead of them, and those that its budget has. Nothing where the device is the host."""
+    import late_worker
+
+    if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return nullcontext, lambda *_: None
+    before = active_bytes("current")
+
+    @contextmanager
+    def watch() -> Iterator[None]:
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        found["peak"] = max(found.get("peak", 0), active_bytes("peak") - before)
+
+    def look(engine: Any, model: Any, config: dict[str, Any]) -> None:
+        found["budget"] = late_worker.device_budget(engine, model, config)
+
+    return watch, look
+
+
+def attention(folder: Path, dtype: str, backend: str) -> dict[str, Any]:
+    """A Llama whose attention is one kernel of torch's, whose backward is told to be deterministic: stock's bits."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def build() -> torch.nn.Module:
+        sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 12}
+        return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=VOCAB, tie_word_embeddings=False))
+
+    name = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}[backend]
+    batches = token_batches(2, NUM_MICRO_BATCHES, rows=1, shortest=128)
+    with sdpa_kernel([name]):
+        stock, own = harness.run_both(config_of(folder, num_micro_batches=NUM_MICRO_BATCHES, dtype=dtype), build, batches)
+    harness.assert_identical(stock, own)
+    return {"steps": len(stock.grads)}
+
+
+def compiled(folder: Path, dtype: str) -> dict[str, Any]:
+    """Blocks whose kernels torch's compiler makes: the bits of the same blocks under stock."""
+
+    def build() -> torch.nn.Module:
+        model = MixerModel(3, WIDTH)
+        for block in model.blocks:
+            block.compile()
+        return model
+
+    batches = [[batch] * NUM_MICRO_BATCHES for [batch] in token_batches(2, 1, rows=1, shortest=32)]  # of one length
+    stock, own = harness.run_both(config_of(folder, num_micro_batches=NUM_MICRO_BATCHES, dtype=dtype), build, batches)
+    harness.assert_identical(stock, own)
+    return {"steps": len(stock.grads), "frames": torch._dynamo.utils.counters["frames"]["ok"]}
+
+
 def ahead(folder: Path, dtype: str, window: int) -> dict[str, Any]:
     """A forward whose layers take long. `busy`: the device still computes when the host has issued it; `grown`: bytes of
     device memory that it had taken at most; `layer`, `rest`: bytes of a layer's parameters, of all others."""
@@ -173,7 +257,16 @@ def active_bytes(which: str) -> int:
     return torch.cuda.memory_stats()[f"active_bytes.all.{which}"]
 
 
-CASES = {"bits": bits, "activations": activations, "resumes": resumes, "ahead": ahead, "gradients": gradients}
+CASES = {
+    "bits": bits,
+    "activations": activations,
+    "resumes": resumes,
+    "settings": settings,
+    "attention": attention,
+    "compiled": compiled,
+    "ahead": ahead,
+    "gradients": gradients,
+}
 
 
 def main(folder: str, listed: str) -> int:

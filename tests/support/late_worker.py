@@ -187,6 +187,11 @@ def by_three_calls(engine: Any, batches: harness.Batches) -> Iterator[torch.Tens
             yield torch.stack(losses[-NUM_MICRO_BATCHES:]).mean()
 
 
+def nothing_between(*_: Any) -> list[float]:
+    """No calls between the steps."""
+    return []
+
+
 @dataclass(frozen=True)
 class Case:
     """`options`: of `harness.base_config`. `fast`: whether the fast suite has it. `between`: called after the first step with
@@ -196,7 +201,7 @@ class Case:
     options: dict[str, Any]
     num_steps: int = 2
     fast: bool = False
-    between: Callable[[Any, harness.Batches, Path], list[float]] = lambda *_: []
+    between: Callable[[Any, harness.Batches, Path], list[float]] = nothing_between
     listens: bool = False
     build: Callable[[], nn.Module] = build_model
     steps: Callable[[Any, harness.Batches], Iterator[torch.Tensor]] = by_train_batch
@@ -275,7 +280,12 @@ def device_budget(engine: Any, model: nn.Module, config: dict[str, Any]) -> int:
 
 
 def train(
-    case: Case, folder: Path, watch: Watch = nullcontext, look: Callable[[Any, nn.Module, Any], None] = lambda *_: None
+    case: Case,
+    folder: Path,
+    watch: Watch = nullcontext,
+    look: Callable[[Any, nn.Module, Any], None] = lambda *_: None,
+    *,
+    vertical: bool = True,
 ) -> harness.Run:
     """All that `harness.Run` has but gradients: reading them waits. Each step is within `watch`; `look` has the engine, its
     model and its JSON at the end of the last one."""
@@ -284,7 +294,7 @@ def train(
         harness.small_buffers(config, WIDTH * WIDTH)
     if case.listens:
         config["vertical_schedule"]["on_signal"] = {"save_dir": str(folder / "saved")}
-    engine, model = harness.build_engine(config, case.build, vertical=True, recording=False)
+    engine, model = harness.build_engine(config, case.build, vertical=vertical, recording=False)
     run = harness.Run()
     losses, others = [], []
     seed = 1 + int(os.environ.get("RANK", "0"))

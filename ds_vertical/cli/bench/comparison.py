@@ -95,7 +95,8 @@ class LossVerdict:
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """One arm over its repeats; medians leave out the first step of every repeat. Bytes and tokens of all ranks."""
+    """One arm over its repeats; medians leave out the first step of every repeat. Bytes and tokens of all ranks, but for the
+    peak of a device's own memory, which is the fullest device's (0: none has its own)."""
 
     engine: str
     step_s: float
@@ -105,6 +106,7 @@ class ArmSummary:
     write_bytes_per_step: float
     peak_host_bytes: int
     losses: tuple[float, ...]
+    peak_device_bytes: int = 0
 
     def to_json(self, with_speed: bool) -> dict[str, object]:
         """Fields for ab.json; without speed when the losses forbid to speak of it."""
@@ -118,7 +120,7 @@ class ArmSummary:
             "peak_host_bytes": self.peak_host_bytes,
             "losses": [encode_float(loss) for loss in self.losses],
         }
-        return fields
+        return fields | ({"peak_device_bytes": self.peak_device_bytes} if self.peak_device_bytes else {})
 
 
 def contract_of(config: JsonObject, num_ranks: int, tied: bool | None) -> Contract:
@@ -206,6 +208,7 @@ def summarize_arm(runs: Sequence[Run]) -> ArmSummary:
         write_bytes_per_step=median(sum(record.write_bytes for record in step) for step in pooled),
         peak_host_bytes=max(sum(record.peak_host_bytes for record in step) for rep in every_step for step in rep),
         losses=tuple(map(_loss_of, every_step[0])),
+        peak_device_bytes=max(record.peak_device_bytes for rep in every_step for step in rep for record in step),
     )
 
 
@@ -243,6 +246,7 @@ def comparison_table(summaries: Mapping[str, ArmSummary], ssd_limit: str = "") -
         _row("SSD read per step", "MB", 1e-6, [arm.read_bytes_per_step for arm in arms]),
         _row("SSD written per step", "MB", 1e-6, [arm.write_bytes_per_step for arm in arms]),
         _row("peak host memory", "MB", 1e-6, [arm.peak_host_bytes for arm in arms]),
+        *(_row("peak device memory", "MB", 1e-6, peaks) for peaks in [[arm.peak_device_bytes for arm in arms]] if any(peaks)),
         _row("last loss", "", 1.0, [arm.losses[-1] for arm in arms]),
     ]
     rows = [row + [""] * (len(rows[0]) - len(row)) for row in rows]

@@ -277,9 +277,12 @@ def arms(found: Findings) -> ReportSection:
         ("SSD read per step, MB", "read_bytes_per_step", 1e-6, 0),
         ("SSD written per step, MB", "write_bytes_per_step", 1e-6, 0),
         ("peak host memory, MB", "peak_host_bytes", 1e-6, 0),
+        ("peak device memory, MB", "peak_device_bytes", 1e-6, 0),
     )
     rows = []
     for words, name, scale, digits in quantities:
+        if name == "peak_device_bytes" and not any(name in told[arm] for arm in ARMS):
+            continue  # the device computes in host memory
         values = [told[arm].get(name) for arm in ARMS]
         ratio = values[0] / values[1] if all(values) else None
         rows.append([words, *(number(None if value is None else value * scale, digits) for value in values), number(ratio)])

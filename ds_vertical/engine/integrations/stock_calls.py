@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 
 import torch
 
+from ds_vertical.compat import accelerator
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.step_shares import NUMBERS, Brought, StepShares
@@ -156,7 +157,8 @@ class StockCalls(StockLoop):
         self._open = None
         losses = [float(loss) for loss in self._losses]
         tokens = micro.count_tokens(self._batches)
-        recorder.end(type(self.engine).__name__, losses, tokens, shares_weights(self.module))
+        name, tied = type(self.engine).__name__, shares_weights(self.module)
+        recorder.end(name, losses, tokens, tied, accelerator.peak_device_bytes())
         self._host_speed(micro.count_tokens(self._batches[:1]))
 
 

@@ -398,6 +398,14 @@ def test_table_shows_both_arms_and_their_ratio() -> None:
     assert re.search(r"^step +3 s +1\.5 s +2\.00$", text, re.M)
     assert "DeepSpeedEngine" in text and "VerticalEngine" in text
     assert re.search(r"^step +1\.5 s$", comparison_table({"vertical": vertical}), re.M)
+    assert "peak device memory" not in text and "peak_device_bytes" not in stock.to_json(True)
+
+
+def test_a_devices_peak_is_the_fullest_ones() -> None:
+    records = [make_run("stock", 0, LOSSES, peak_device_bytes=size).ranks[0] for size in (3_000_000, 5_000_000)]
+    summary = summarize_arm([Run("stock", 0, dict(enumerate(records)))])
+    assert summary.to_json(True)["peak_device_bytes"] == 5_000_000
+    assert re.search(r"^peak device memory +5 MB$", comparison_table({"stock": summary}), re.M)
 
 
 # --- real launches -------------------------------------------------------------------------------------------------
