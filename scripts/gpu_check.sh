@@ -59,33 +59,30 @@ run() { # one command, within what is left of the stage's time
 
 [ -z "$wheels" ] || run "$python" -m pip install --no-index --no-deps "$wheels"/*.whl
 [ -n "$prints" ] || mkdir -p "$out"
-# Ahead of all else, several at a time: engines compile ops one after the other, which took 159 s for CUDA and 201 s for the CPU
-# on 16 cores. Of four at a time 80 s and 100 s are assumed.
+# Ahead of all else: both kinds together took 160 s on 16 cores, while async_io's 13 files were compiled two at a time. Of shares by
+# an op's files 90 s are assumed, and 60 s for one kind.
 [ "$stage" != tests ] || run env DS_ACCELERATOR=cpu "$python" -m ds_vertical.cli.main build-ops
 run "$python" -m ds_vertical.cli.main build-ops
 
 # both arms: no clipping and on_nonfinite "stop", so that 64 GiB of disk hold one generation of files
 #
-# How many steps fit, by bytes over rates. An SSD of 1.5 GB/s read and 1.8 GB/s write, as the machine of 2026-11-26 had: stock
-# reads 4 M + 16 bytes a parameter and step and writes 18, both counted there, so it takes 31 s for 10^9 parameters at M = 4 and
-# 63 s at M = 16 (at M = 4 35 and 28 s were measured, of 0.17 and of 0.54 billion). The vertical arm reads 12 and writes 14: 16
-# s one after the other; 10 s were measured, of 0.17 billion. An arm's set-up: 30 s were measured; 20 s more for 10^9
-# parameters, whose files it writes, are assumed. The first step is not counted; ahead of it the vertical arm compares two
-# micro-batches.
-# With the ops, and 70 s in reserve, of 600 s:
-#   ab4, 2.2 billion, 2 steps:   80 s, stock 74 + 2 * 68 s, vertical 74 + 18 + 2 * 35 s: 452 s
-#   ab16, 1.3 billion, 2 steps:  80 s, stock 56 + 2 * 82 s, vertical 56 + 11 + 2 * 21 s: 409 s
+# How many steps fit, by what was measured of 1.04 billion parameters at M = 16, on 2026-11-26 on an SSD of 1.5 GB/s read and
+# 1.8 GB/s write. Stock: 49 s of set-up, and 70 s a step, of (4 M + 16) bytes read and 18 written for each parameter. The vertical
+# arm: 42 s of set-up, 11 and 13 s for its two steps, 11 s to end. All of it is taken to grow with parameters, and stock's steps
+# with bytes. The first step is not counted. With 60 s for the ops, and 70 s in reserve, of 600 s:
+#   ab4, 2.1 billion, 2 steps:   60 s, stock 99 + 2 * 71 s, vertical 85 + 48 + 22 s: 456 s
+#   ab16, 1.3 billion, 2 steps:  60 s, stock 61 + 2 * 88 s, vertical 52 + 30 + 14 s: 393 s
 compare() { # micro-batches, steps, layers, width, inner width, heads
     local config=configs/llama_3_8b_gpu.json steps=$2
     local settings=(gradient_accumulation_steps="$1" gradient_clipping=0.0 'vertical_schedule.on_nonfinite="stop"')
-    local script=(scripts/train.py --model llama --seq 2048 --dims num_hidden_layers="$3" hidden_size="$4"
+    local script=(scripts/train.py --deterministic --model llama --seq 2048 --dims num_hidden_layers="$3" hidden_size="$4"
         intermediate_size="$5" num_attention_heads="$6" num_key_value_heads="$6" vocab_size=32000)
     local buffers=$((32000 * $4))
     settings+=("zero_optimization.offload_param.buffer_size=$buffers" "zero_optimization.reduce_bucket_size=$buffers")
     if [ -n "$dry" ]; then
         config=configs/gpt_13m_cpu.json steps=2
         settings=(gradient_accumulation_steps="$1" gradient_clipping=0.0 'vertical_schedule.on_nonfinite="stop"')
-        script=(scripts/train.py --model gpt_13m --seq 8)
+        script=(scripts/train.py --deterministic --model gpt_13m --seq 8)
     elif [ -z "$prints" ]; then
         nvidia-smi --query-gpu=timestamp,utilization.gpu,memory.used --format=csv -l 1 >"$out/usage.csv" &
         usage=$!
@@ -111,6 +108,6 @@ case $stage in
         run env DS_ACCELERATOR=cpu TORCH_CUDA_SANITIZER=1 "$python" -m pytest -v --tb=short -p no:cacheprovider \
             "${workers[@]}" "${only[@]}" ;;
     debug) run "$python" scripts/gpu_waits.py --config configs/gpt_13m_cpu.json --model gpt_13m ;;
-    ab4) compare 4 2 26 2560 6912 20 ;;  # 2.2 B parameters
+    ab4) compare 4 2 24 2560 6912 20 ;;  # 2.1 B parameters
     ab16) compare 16 2 24 2048 5504 16 ;;  # 1.3 B
 esac

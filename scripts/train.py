@@ -53,6 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--eval-batches", type=int, default=8, metavar="E", help="micro-batches, rounded up to M")
     parser.add_argument("--log-every", type=int, default=10, metavar="K", help="a line each K steps without a terminal")
     parser.add_argument("--seed", type=int, default=0, help="initial weights, batches")
+    parser.add_argument("--deterministic", action="store_true", help="kernels that repeat their bits, on a GPU, too")
     parser.add_argument("--out", type=Path, help="folder for metrics.jsonl (default runs/train-<date>)")
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="go on from the last checkpoint there, if any, and save one at the end"
@@ -255,6 +256,10 @@ def main() -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(f"train.py: {error}") from None
     torch.manual_seed(args.seed)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which torch refuses matrix products on a GPU
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # which torch does for code that reads it
     zero_init = HfDeepSpeedConfig(config)
     model = build_model(shape, config)
     engine, *_ = ds_vertical.initialize(model=model, model_parameters=list(model.parameters()), config=config)

@@ -10,8 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ds_vertical.compat.ops import cache, load, side_by_side
+
+if TYPE_CHECKING:
+    from deepspeed.ops.op_builder.builder import OpBuilder
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,17 +91,23 @@ def _compile(missing: Sequence[str], num_needed: int, own: bool) -> tuple[list[s
     raises what DeepSpeed raises for one that nothing stands in for."""
     cache.say(f"{len(missing)} of {num_needed} ops are to be compiled: {', '.join(missing)}")
     cache.activate()
-    for name in missing:
-        with cache.architectures_readable(load.needed_ops()[name]()):  # says once what is left out of them, or refuses them
+    builders = {name: load.needed_ops()[name]() for name in missing}
+    for builder in builders.values():
+        with cache.architectures_readable(builder):  # says once what is left out of them, or refuses them
             pass
-    most = side_by_side.most_at_once() if own else 1
+    jobs = side_by_side.files_at_a_time() if own else 1
     first = [name for name in missing if name == load.LINKED_BY_OTHERS]
     others = [name for name in missing if name not in first]
-    if most == 1 or len(others) <= 1:
+    if jobs == 1 or len(others) <= 1:
         return [name for name in missing if _is_stand_in(_load(name))], []
     for name in first:
         _load(name)
-    return side_by_side.compile_side_by_side(others, most, _command)
+    return side_by_side.compile_side_by_side({name: _num_files(builders[name]) for name in others}, jobs, _command)
+
+
+def _num_files(builder: OpBuilder) -> int:
+    sources: Any = builder.sources()
+    return len(sources)
 
 
 def _command(name: str, pid: int) -> list[str]:

@@ -32,12 +32,22 @@ STEPS_VARIABLE = "DS_VERTICAL_STEPS"
 
 
 @dataclass(frozen=True)
+class DeviceUse:
+    """What a step has to say of its device. `peak_bytes`: the most that tensors have taken so far of memory of its own (0: it
+    has none). `repeatable`: whether its kernels give the same bits each time. The host's do; a GPU's may add in another order,
+    unless the script has called torch.use_deterministic_algorithms."""
+
+    peak_bytes: int = 0
+    repeatable: bool = True
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One step of one rank.
 
     step counts from 1. read_bytes and write_bytes are what this process moved to and from block devices during the
-    step; peak_host_bytes is the largest resident set so far, peak_device_bytes the most that tensors took of a device's own
-    memory (0: it has none, or the record is of an earlier version). loss is the mean of losses (one per micro-batch).
+    step; peak_host_bytes is the largest resident set so far. peak_device_bytes and repeatable: see `DeviceUse`. loss is
+    the mean of losses (one per micro-batch).
     tied says whether the model shares a weight between modules (it decides how equal two arms must be); None: unknown.
     host is the name of the rank's host, host_id what no other host has; empty in records of earlier versions.
     """
@@ -55,6 +65,7 @@ class StepRecord:
     host: str = ""
     host_id: str = ""
     peak_device_bytes: int = 0
+    repeatable: bool = True
 
     def to_json(self) -> str:
         """One line of strict JSON; a loss that is not finite is written as a string, which `from_json` reads back."""
@@ -131,11 +142,11 @@ class StepRecorder:
         self._start = (time.perf_counter(), read_bytes, write_bytes)
 
     def end(
-        self, engine: str, losses: Sequence[float], tokens: int, tied: bool | None = None, peak_device_bytes: int = 0
+        self, engine: str, losses: Sequence[float], tokens: int, tied: bool | None = None, device: DeviceUse = DeviceUse()
     ) -> None:
         """Records the step since `begin`: engine's class name, one loss per micro-batch, tokens of this rank.
 
-        tied: whether the model shares a weight between modules, where the engine knows; peak_device_bytes: see `StepRecord`.
+        tied: whether the model shares a weight between modules, where the engine knows.
         Raises RuntimeError without a `begin`, ValueError without a loss.
         """
         if self._start is None:
@@ -161,7 +172,8 @@ class StepRecorder:
             tied=tied,
             host=socket.gethostname(),
             host_id=host_id(),
-            peak_device_bytes=peak_device_bytes,
+            peak_device_bytes=device.peak_bytes,
+            repeatable=device.repeatable,
         )
         self._file.write(record.to_json() + "\n")
 

@@ -21,7 +21,7 @@ from ds_vertical.engine.assembly import StepParts, moved_tiers
 from ds_vertical.engine.call_guard import RUNNING
 from ds_vertical.engine.handlers import LossScale
 from ds_vertical.engine.keeping.keeping import refuse_several_calls
-from ds_vertical.engine.metrics import StepRecorder
+from ds_vertical.engine.metrics import DeviceUse, StepRecorder
 from ds_vertical.engine.module_hooks import suspended_hooks
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.run_log import RunLogger, model_config
@@ -42,6 +42,12 @@ from ds_vertical.planner.run_record import DTYPES
 from ds_vertical.schedule.events import Cell, Schedule
 from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
 from ds_vertical.schedule.trace import Tracer
+
+
+def device_use() -> DeviceUse:
+    """Of this process's device, so far."""
+    repeatable = accelerator.is_one_memory() or torch.are_deterministic_algorithms_enabled()
+    return DeviceUse(accelerator.peak_device_bytes(), repeatable)
 
 
 class TrainLoop:
@@ -160,7 +166,7 @@ class TrainLoop:
             losses=[float(loss) for loss in losses],
             tokens=micro.count_tokens(list(batches)),
             tied=shares_weights(self.module),
-            peak_device_bytes=accelerator.peak_device_bytes(),
+            device=device_use(),
         )
         tokens = micro.count_tokens(list(batches[:1]))
         self._log_step(recorder, tokens, self._host_speed(tokens))

@@ -179,7 +179,7 @@ def by_three_calls(engine: Any, batches: harness.Batches) -> Iterator[torch.Tens
 
     losses = []
     for batch in ds_vertical.look_ahead([batch for step in batches for batch in step]):
-        loss = engine(**batch)
+        loss = engine(**{key: each.to(engine.device) for key, each in batch.items()})
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())

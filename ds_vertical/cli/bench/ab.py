@@ -239,7 +239,7 @@ def _execute(plan: AbPlan, group: disk_limit.LimitedGroup | None, command: Seque
         print(f"warning: {warning}")
     with _timed_host(plan) as environment:
         runs, reports = _runs(plan, group, environment)
-    verdict = compare_losses(runs, contract_of(plan.arms.vertical, plan.num_ranks, _tied(runs)))
+    verdict = compare_losses(runs, contract_of(plan.arms.vertical, plan.num_ranks, *_told(runs)))
     arms = ARMS if plan.with_stock else ARMS[1:]
     summaries = {arm: summarize_arm([run for run in runs if run.arm == arm and not run.traced]) for arm in arms}
     report = _report(plan, command, started, verdict, summaries)
@@ -335,10 +335,12 @@ def _yardstick(
         return {"missing": str(error)}
 
 
-def _tied(runs: Sequence[Run]) -> bool | None:
-    """What the runs say about tied weights; None as soon as one does not know."""
-    told = {record.tied for run in runs for records in run.ranks.values() for record in records}
-    return None if None in told else True in told
+def _told(runs: Sequence[Run]) -> tuple[bool | None, bool]:
+    """What the runs say about tied weights (None as soon as one does not know), and whether all their devices' kernels repeat
+    their bits."""
+    records = [record for run in runs for each in run.ranks.values() for record in each]
+    tied = {record.tied for record in records}
+    return None if None in tied else True in tied, all(record.repeatable for record in records)
 
 
 # --- the report ----------------------------------------------------------------------------------------------------

@@ -123,8 +123,9 @@ class ArmSummary:
         return fields | ({"peak_device_bytes": self.peak_device_bytes} if self.peak_device_bytes else {})
 
 
-def contract_of(config: JsonObject, num_ranks: int, tied: bool | None) -> Contract:
-    """The contract of a run of this configuration. tied None: the run did not say whether weights are tied."""
+def contract_of(config: JsonObject, num_ranks: int, tied: bool | None, repeatable: bool = True) -> Contract:
+    """The contract of a run of this configuration. tied None: the run did not say whether weights are tied. repeatable: whether
+    its device's kernels give the same bits each time."""
     narrow = any(_enabled(config, name) for name in ("bf16", "bfloat16", "fp16", "torch_autocast"))
     model_dtype = next((name for name in ("bf16", "fp16") if _enabled(config, name)), "fp32")
     model_dtype = "bf16" if _enabled(config, "bfloat16") else model_dtype
@@ -134,6 +135,8 @@ def contract_of(config: JsonObject, num_ranks: int, tied: bool | None) -> Contra
         reasons.append("the model may have tied weights")
     elif tied:
         reasons.append("tied weights")
+    if not repeatable:
+        reasons.append("a device whose kernels need not repeat their bits; see torch.use_deterministic_algorithms")
     if num_ranks > 1:
         reasons.append(f"{num_ranks} ranks")
     if sum_dtype != "fp32":

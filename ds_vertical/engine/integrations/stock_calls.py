@@ -13,12 +13,11 @@ from typing import Final, TypeVar
 
 import torch
 
-from ds_vertical.compat import accelerator
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.step_shares import NUMBERS, Brought, StepShares
 from ds_vertical.engine.metrics import StepRecorder
-from ds_vertical.engine.train_loop import TrainLoop, seeded, shares_weights
+from ds_vertical.engine.train_loop import TrainLoop, device_use, seeded, shares_weights
 from ds_vertical.model import batch as micro
 from ds_vertical.model.batch import LossFn
 
@@ -158,7 +157,7 @@ class StockCalls(StockLoop):
         losses = [float(loss) for loss in self._losses]
         tokens = micro.count_tokens(self._batches)
         name, tied = type(self.engine).__name__, shares_weights(self.module)
-        recorder.end(name, losses, tokens, tied, accelerator.peak_device_bytes())
+        recorder.end(name, losses, tokens, tied, device_use())
         self._host_speed(micro.count_tokens(self._batches[:1]))
 
 

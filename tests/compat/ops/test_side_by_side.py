@@ -69,15 +69,15 @@ def test_ops_are_compiled_at_the_same_time_within_one_turn(folder: Path, capfd: 
     cache.jit_folder().mkdir(parents=True)
     (cache.jit_folder() / "known.so").touch()
     cache._record_ready(cache.jit_folder() / "known.so", 1.0)
-    names = ["one", "broken", "known", "two", "three"]
-    slow, failed = side_by_side.compile_side_by_side(names, 2, lambda name, pid: compiling(folder, 2, name, pid))
+    files = {"one": 2, "broken": 1, "known": 9, "two": 4, "three": 1}
+    slow, failed = side_by_side.compile_side_by_side(files, 4, lambda name, pid: compiling(folder, 2, name, pid))
     assert slow == [] and failed == ["broken"]
     begun = {path.stem: path.read_text().split() for path in folder.glob("*.begun")}
-    assert set(begun) == {"one", "broken", "two", "three"}  # by processes of their own, two files each
-    assert len({pid for pid, _ in begun.values()}) == 4 and {jobs for _, jobs in begun.values()} == {"2"}
-    assert [name for name in names if cache.ready_library(name) is None] == ["broken"]
+    assert len({pid for pid, _ in begun.values()}) == 4  # by processes of their own, files at a time by how many each has
+    assert {name: jobs for name, (_, jobs) in begun.items()} == {"one": "1", "broken": "1", "two": "2", "three": "1"}
+    assert [name for name in files if cache.ready_library(name) is None] == ["broken"]
     said = capfd.readouterr().err
-    assert "up to 2 ops are compiled at the same time" in said and "error: on purpose" in said
+    assert "4 ops are compiled side by side, up to 4 files at a time" in said and "error: on purpose" in said
     assert all(f"compiling the op {name} into" in said for name in begun) and said.count(" is ready after") == 3
     assert build_lock.builder(cache.cache_folder()) is None
 
@@ -104,7 +104,7 @@ cache._load(lambda *_: print("compiled"), SimpleNamespace(name="one"), True)
             others.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True))
         return compiling(folder, 3, name, pid)
 
-    assert side_by_side.compile_side_by_side(["one", "two"], 2, command) == ([], [])
+    assert side_by_side.compile_side_by_side({"one": 1, "two": 1}, 4, command) == ([], [])
     said = others[0].communicate(timeout=60)[0].splitlines()
     assert f"waiting for the other builder (process {os.getpid()} on " in said[0] and said[-1] == "found one"
 
@@ -130,7 +130,7 @@ def test_an_interrupt_ends_all_of_them(folder: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(side_by_side, "time", SimpleNamespace(sleep=interrupted))
     with pytest.raises(KeyboardInterrupt):
-        side_by_side.compile_side_by_side(["one", "two"], 2, lambda name, pid: compiling(folder, 3, name, pid))
+        side_by_side.compile_side_by_side({"one": 1, "two": 1}, 4, lambda name, pid: compiling(folder, 3, name, pid))
     for path in folder.glob("*.begun"):
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text().split()[0]), 0)
@@ -208,10 +208,20 @@ def test_build_ops_tells_stand_ins_from_what_nothing_stands_in_for(
     assert f"{stand_in}: not compiled, slower stand-ins work in their place" in said.err
 
 
-@pytest.mark.parametrize(("jobs", "most"), [("2", 1), ("1", 1), ("4", 2), ("8", 4), ("some", 1)])
+@pytest.mark.parametrize(("jobs", "most"), [("2", 1), ("1", 1), ("4", 4), ("8", 8), ("some", 1)])
 def test_as_many_files_are_compiled_at_a_time_as_max_jobs_allows(monkeypatch: pytest.MonkeyPatch, jobs: str, most: int) -> None:
     monkeypatch.setenv("MAX_JOBS", jobs)
-    assert side_by_side.most_at_once() == most
+    assert side_by_side.files_at_a_time() == most
+
+
+@pytest.mark.parametrize("jobs", [8, 16, 64])
+def test_the_largest_op_begins_first_and_has_most_of_the_files_at_a_time(jobs: int) -> None:
+    files = {"cpu_adam": 3, "free_adam": 3, "async_io": 13, "joint": 1, "block_quantize": 2}
+    shares = side_by_side.shares_of(files, jobs)
+    assert next(iter(shares)) == "async_io" and all(1 <= share <= files[name] for name, share in shares.items())
+    waves = {name: files[name] / shares[name] for name in files}
+    assert waves["async_io"] <= max(2 * waves["cpu_adam"], 1.0)
+    assert sum(shares.values()) <= jobs + len(files)
 
 
 @pytest.mark.slow
