@@ -159,7 +159,7 @@ class VerticalConfig(BaseModel):
     optimizer_host_share: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of optimizer state on nvme kept in host memory; null: chosen. Whole parameters, spread evenly over the layers.
     Their steps wait for the norm."""
-    optimizer_read_ahead_bytes: Annotated[int, Field(ge=0)] | None = 0
+    optimizer_read_ahead_bytes: Annotated[int, Field(ge=0)] | None = None
     """Memory for state read before the norm; null: half of the rest. At most so many bytes for each rank; 0: state is read
     into the pipeline's few slots alone. For steps that wait for the norm: with clipping, or a dynamic loss scale."""
     optimizer_compression: bool = False

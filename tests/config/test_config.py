@@ -191,7 +191,7 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
         "on_nonfinite": "skip",
         "gradient_host_share": None,
         "optimizer_host_share": None,
-        "optimizer_read_ahead_bytes": 0,
+        "optimizer_read_ahead_bytes": None,
         "optimizer_compression": False,
         "keep_gradients": False,
         "host_memory_bytes": None,

@@ -31,6 +31,7 @@ import kept  # noqa: E402
 import portable  # noqa: E402
 import report  # noqa: E402
 import run  # noqa: E402
+import settings  # noqa: E402
 
 
 def test_every_row_is_a_command_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +229,41 @@ def test_a_row_beside_other_work_names_the_checkout_that_trained_and_no_other(
     assert content["versions"] == {"torch": "2.13.0", "python": "3.11.7"} and "c81cdc9" not in path.read_text()
     assert content["checkout"] == commits.describe(ROOT) and content["step_s"] == BUSY_CONTENT["step_s"]
     assert content["checkout"]["commit"] in report.busy_table(content) and str(tmp_path) not in path.read_text()
+
+
+def test_what_settings_gain_is_the_median_of_the_ratios_within_the_turns() -> None:
+    """The machine is three times as slow in the last turn: no ratio sees it, the medians of the seconds do."""
+
+    def answer(step_s: float, read_bytes: int, loss: str = "0x1p+2") -> dict[str, Any]:
+        return {"step_s": step_s, "read_bytes": read_bytes, "write_bytes": 100, "loss": loss}
+
+    turns = [{"without": answer(2.0 * slow, 1000), "with": answer(1.5 * slow, 900)} for slow in (1.0, 1.0, 3.0)]
+    rounds = [{"warm_up": {arm: [answer(9.0, 5)] for arm in ("without", "with")}, "turns": turns}]
+    found = settings.summary(rounds, ["without", "with"])
+    assert found["median_ratio"]["with"] == {"step_s": 0.75, "read_bytes": 0.9, "write_bytes": 1.0}
+    assert found["median"]["without"]["step_s"] == 2.0 and found["losses_equal"]
+    turns[1]["with"]["loss"] = "0x1.0000000000001p+2"
+    assert not settings.summary(rounds, ["without", "with"])["losses_equal"]
+
+
+@pytest.mark.parametrize("arms", [["--arm", "one"], ["--arm", "one", "--arm", "one", "overlap=false"]])
+def test_settings_need_two_arms_of_different_names(arms: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        settings.main(["name", *arms])
+    assert "write two or more, each with a name of its own" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_settings_step_in_turn_and_move_the_bytes_that_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(settings.portable, "write", lambda _, content, *__: recorded.update(content))
+    small = ["--model", "gpt_13m", "--config", str(ROOT / "configs" / "gpt_13m_cpu.json"), "--micro-batches", "2"]
+    wanted = ["--rounds", "1", "--turns", "2", "--warm-up", "1", "--folder", str(tmp_path)]
+    arms = ["--arm", "vertical", "--arm", "horizontal", 'order="horizontal"', "zero_optimization.sub_group_size=1000000"]
+    assert settings.main(["name", *small, *wanted, *arms]) == 0
+    assert recorded["median_ratio"]["horizontal"]["read_bytes"] > 1.05
+    assert recorded["configs"]["horizontal"]["zero_optimization"]["sub_group_size"] == 1_000_000
+    assert recorded["configs"]["horizontal"]["vertical_schedule"]["order"] == "horizontal"
 
 
 @pytest.mark.slow

@@ -194,7 +194,8 @@ def test_build_ops_tells_stand_ins_from_what_nothing_stands_in_for(
 ) -> None:
     stand_in, killed = "broken_stand_in", "killed_stand_in"
     names = [load.LINKED_BY_OTHERS, "one", "broken", stand_in, killed]
-    monkeypatch.setattr(load, "needed_ops", lambda: dict.fromkeys(names, object))
+    builder = SimpleNamespace(sources=lambda: ["one.cpp"])
+    monkeypatch.setattr(load, "needed_ops", lambda: dict.fromkeys(names, lambda: builder))
     monkeypatch.setattr(build_ops, "_with_stand_in", lambda: dict.fromkeys([stand_in, killed], lambda: None))
     monkeypatch.setattr(build_ops, "_command", lambda name, pid: compiling(folder, 2, name, pid))
     alone: list[str] = []
