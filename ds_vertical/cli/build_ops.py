@@ -10,12 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from ds_vertical.compat.ops import cache, load, side_by_side
-
-if TYPE_CHECKING:
-    from deepspeed.ops.op_builder.builder import OpBuilder
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -102,12 +98,7 @@ def _compile(missing: Sequence[str], num_needed: int, own: bool) -> tuple[list[s
         return [name for name in missing if _is_stand_in(_load(name))], []
     for name in first:
         _load(name)
-    return side_by_side.compile_side_by_side({name: _num_files(builders[name]) for name in others}, jobs, _command)
-
-
-def _num_files(builder: OpBuilder) -> int:
-    sources: Any = builder.sources()
-    return len(sources)
+    return side_by_side.compile_side_by_side({name: load.num_files(builders[name]) for name in others}, jobs, _command)
 
 
 def _command(name: str, pid: int) -> list[str]:

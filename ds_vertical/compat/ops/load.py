@@ -93,6 +93,12 @@ def needed_ops() -> dict[str, Callable[[], OpBuilder]]:
     return builders | {op.build_name: op.builder for op in OWN_OPS}
 
 
+def num_files(builder: OpBuilder) -> int:
+    """Files that the compile of an op has."""
+    sources: Any = builder.sources()
+    return len(sources)
+
+
 # ---- CPU Adam
 
 

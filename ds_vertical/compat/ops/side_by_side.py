@@ -25,7 +25,7 @@ def files_at_a_time() -> int:
     return int(jobs) if jobs.isdecimal() and int(jobs) >= _ENOUGH else 1
 
 
-def shares_of(files: Mapping[str, int], jobs: int) -> dict[str, int]:
+def files_each(files: Mapping[str, int], jobs: int) -> dict[str, int]:
     """Files at a time of each op, by its number of files, the largest op first: all are to be ready at the same time. With two
     files at a time DeepSpeed's async_io, of 13 files, took 128 s on 16 cores, and no other op more than 41 s."""
     total = sum(files.values())
@@ -46,7 +46,7 @@ def compile_side_by_side(
     failed: list[str] = []
     running: dict[str, subprocess.Popen[bytes]] = {}
     with build_turn(cache.cache_folder()):
-        shares = shares_of({name: num for name, num in files.items() if cache.ready_library(name) is None}, jobs)
+        shares = files_each({name: num for name, num in files.items() if cache.ready_library(name) is None}, jobs)
         waiting = [*shares]
         say(f"{len(waiting)} ops are compiled side by side, up to {jobs} files at a time")
         try:
