@@ -12,7 +12,7 @@ import torch
 
 from ds_vertical.distributed.collective_replay import CollectiveReplay, Others
 from ds_vertical.engine.zero3.interface import GradientNotes, Optimizer, Params
-from ds_vertical.engine.zero3.read_ahead import ReadAheadRoom, StepHints, host_bytes_held
+from ds_vertical.engine.zero3.read_ahead import ReadAheadRoom, StepHints, entering_bytes, host_bytes_held
 from ds_vertical.errors import StepLeft
 from ds_vertical.io.host import memory_bytes
 from ds_vertical.io.ticket import Ticket
@@ -99,8 +99,8 @@ class ScheduleRunner:
             shared = ForwardPass(self.layers, stubs, True, modules, schedule.calls, self.kinds, self.probe, watch)
             micro_batches = self._micro_batches(bodies, shared, moved=schedule.moved)
             parts = PassParts(schedule, micro_batches, self.params, self.leave, replay, modules, bodies, watch)
-            held = partial(host_bytes_held, schedule, micro_batches, self._stores)
-            tell = StepHints(schedule, optimizer, self.room, held).tell if self.overlap else lambda _: None
+            measures = partial(host_bytes_held, schedule, micro_batches, self._stores), partial(entering_bytes, micro_batches)
+            tell = StepHints(schedule, optimizer, self.room, *measures).tell if self.overlap else lambda _: None
             training = _Training(parts, gradients, scale, optimizer, self._stores, tell)
             self._run(parts, training.handlers(), gradients, optimizer, self.tracer)
         return training.losses
@@ -391,6 +391,7 @@ class _Training(_WithBackward):
             super().forward(event)
             return
         cell = cell_of(event)
+        self.tell(event)
         if self.activations is not None:
             self.activations.require(*cell)
         super().forward(event)

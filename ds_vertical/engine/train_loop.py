@@ -46,8 +46,8 @@ from ds_vertical.schedule.trace import Tracer
 
 def device_use() -> DeviceUse:
     """Of this process's device, so far."""
-    repeatable = accelerator.is_one_memory() or torch.are_deterministic_algorithms_enabled()
-    return DeviceUse(accelerator.peak_device_bytes(), repeatable)
+    asked = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return DeviceUse(accelerator.peak_device_bytes(), repeatable=asked or accelerator.is_one_memory())
 
 
 class TrainLoop:

@@ -67,19 +67,22 @@ def test_what_leaves_a_busy_device_comes_back_as_it_was(tmp_path: Path) -> None:
     assert run_cases(tmp_path, "cuda", {"case": "activations", "dtype": "bf16"}) == [{"steps": 2}]
 
 
+LIBRARIES = 96 << 20  # bytes of workspaces, which kernels' libraries take in the first training of a process
 SETTINGS = [["bf16, clipped", "fp32, half of each layer late"], *([*CASES][index::6] for index in range(6))]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", range(1, len(SETTINGS)))
-def test_settings_that_run_on_the_late_device_have_stocks_bits(tmp_path: Path, part: int) -> None:
+def test_settings_that_run_on_the_late_device_have_their_bits(tmp_path: Path, part: int) -> None:
     [found] = run_cases(tmp_path, "cuda", {"case": "settings", "names": SETTINGS[part]})
     assert not {name: each["wrong"] for name, each in found.items() if each["wrong"]}
-    assert [*found] == SETTINGS[part] and all(each["peak"] > 0 for each in found.values())
+    assert [*found] == SETTINGS[part]
+    beyond = {name: each["peak"] - each["budget"] for name, each in found.items()}
+    assert all(each <= LIBRARIES for each in beyond.values()), beyond
 
 
 @pytest.mark.slow
-def test_settings_have_stocks_bits_on_the_cpu(tmp_path: Path) -> None:
+def test_settings_have_their_bits_on_the_cpu(tmp_path: Path) -> None:
     [found] = run_cases(tmp_path, "cpu", {"case": "settings", "names": SETTINGS[0]})
     assert found == {name: {"wrong": None} for name in SETTINGS[0]}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Callable
 from functools import partial
@@ -163,6 +164,32 @@ def test_activations_take_the_memory_of_state_that_is_read_ahead(tmp_path: Path)
         for _ in range(3):
             assert step(11) == longer
         assert step(11) == before
+
+
+@pytest.mark.usefixtures("no_growth")
+def test_longer_micro_batches_find_the_memory_that_the_budget_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the turn of a step that brings more than all before, its activations and the slots of the step before fit."""
+    made = small_buffers(base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=0.05, section=HALF), 1_100_000)
+    made["vertical_schedule"] |= {"optimizer_speculation": False}
+    _, needed, _ = Choice(tmp_path, optimizer_speculation=False).checked()
+    made["vertical_schedule"]["host_memory_bytes"] = needed + (80 << 20)
+    with running(made, partial(MixerModel, NUM_LAYERS, WIDTH), vertical=True) as (engine, _):
+        room, slots = engine._runner.room, engine.optimizer.further_slots
+        before_turn, held = [], []
+        opened = room.open
+
+        def opening(num_bytes: int) -> bool:
+            held.append(num_bytes)
+            before_turn.append(sum(map(resident_pages, slots)) * mmap.PAGESIZE)
+            return opened(num_bytes)
+
+        monkeypatch.setattr(room, "open", opening)
+        for length in (11, 11, 11, 1000):
+            (batch,) = token_batches(1, 2, rows=1, shortest=length)
+            engine.train_batch(iter(batch))
+        assert before_turn[2] > 2 * slots[0].numel()  # of the steps before, where nothing needs it
+        assert held[3] > 10 * held[2] and held[3] + before_turn[2] > room._left  # so they would not fit
+        assert held[3] + before_turn[3] <= room._left
 
 
 def test_it_is_never_more_than_half_of_what_the_machine_has_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,9 +192,12 @@ def compiled(folder: Path, dtype: str) -> dict[str, Any]:
         return model
 
     batches = [[batch] * NUM_MICRO_BATCHES for [batch] in token_batches(2, 1, rows=1, shortest=32)]  # of one length
-    stock, own = harness.run_both(config_of(folder, num_micro_batches=NUM_MICRO_BATCHES, dtype=dtype), build, batches)
+    config, frames = config_of(folder, num_micro_batches=NUM_MICRO_BATCHES, dtype=dtype), torch._dynamo.utils.counters["frames"]
+    stock = harness.run_arm(config, build, batches, vertical=False)
+    before = frames["ok"]
+    own = harness.run_arm(config, build, batches, vertical=True)
     harness.assert_identical(stock, own)
-    return {"steps": len(stock.grads), "frames": torch._dynamo.utils.counters["frames"]["ok"]}
+    return {"steps": len(stock.grads), "frames": frames["ok"] - before}
 
 
 def ahead(folder: Path, dtype: str, window: int) -> dict[str, Any]:

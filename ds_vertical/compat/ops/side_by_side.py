@@ -27,7 +27,7 @@ def files_at_a_time() -> int:
 
 def files_each(files: Mapping[str, int], jobs: int) -> dict[str, int]:
     """Files at a time of each op, by its number of files, the largest op first: all are to be ready at the same time. With two
-    files at a time DeepSpeed's async_io, of 13 files, took 128 s on 16 cores, and no other op more than 41 s."""
+    files at a time DeepSpeed's async_io, of 12 files, took 128 s on 16 cores, and no other op more than 41 s."""
     total = sum(files.values())
     largest_first = sorted(files, key=lambda name: -files[name])
     return {name: max(1, min(files[name], jobs * files[name] // total)) for name in largest_first}

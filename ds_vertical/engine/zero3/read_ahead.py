@@ -9,6 +9,10 @@ turn: by then a step has all that passes between its layers, and all that its fo
 in each step, and the pipeline uses as many of its further slots as half of the rest holds, and as half of what the machine has
 available. The most that any of the last steps has had counts, since state that was read waits in its slot until the next
 forward, in which as much comes into memory again.
+
+[Note: more than before] Longer micro-batches bring more in their forward already, ahead of the turn, beside the slots of the
+step before. What has entered the first layer shows it as soon as all of them have left that layer. Where that is more than in
+any of the last steps, what passes and what is kept is taken to grow alike, and slots give their memory back at once.
 """
 
 from __future__ import annotations
@@ -41,6 +45,14 @@ class ReadAheadRoom:
         self._pipeline = pipeline
         self._left = left
         self._held: deque[int] = deque(maxlen=_STEPS)
+        self._entering: deque[int] = deque(maxlen=_STEPS)
+
+    def foresee(self, entering: int) -> None:
+        """So many bytes have entered the first layer, in all micro-batches of the step. See [Note: more than before]."""
+        most = max(self._entering, default=0)
+        self._entering.append(entering)
+        if entering > most > 0 and self._held and self._pipeline.reads.has_further:
+            self._pipeline.reads.allow(USED_BY_READING * max(0.0, self._left - max(self._held) * entering / most))
 
     def open(self, held: int) -> bool:
         """A step is at its turn, and has `held` bytes of that memory. Returns whether any is left. The
@@ -55,20 +67,33 @@ class ReadAheadRoom:
 
 class StepHints:
     """Tells the optimizer which steps come, as the events of one schedule are issued. `room`: None where no state is read
-    before the norm; `held`: bytes of host memory that passing and kept activations have."""
+    before the norm; `held`: bytes of host memory that passing and kept activations have; `entering`: bytes that enter the first
+    layer."""
 
-    def __init__(self, schedule: Schedule, optimizer: Optimizer, room: ReadAheadRoom | None, held: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        optimizer: Optimizer,
+        room: ReadAheadRoom | None,
+        held: Callable[[], int],
+        entering: Callable[[], int],
+    ) -> None:
         self._coming = schedule.coming
         self._teller = schedule.teller_of_rest
         self._units = schedule.outside.around(range(schedule.num_layers))
         self._rest: StepShare = "delayed" if schedule.early else "all"
         self._optimizer = optimizer
         self._room = room
-        self._held = held
+        self._held, self._entering = held, entering
+        self._foreseen = room is None
         self._is_open: bool | None = None  # None: the turn has not come
 
     def tell(self, event: Event) -> None:
         """The event has been issued, or is about to be computed."""
+        if not self._foreseen and event.op in (Op.F, Op.HEAD) and event.layer != 0 and isinstance(event.layer, int):
+            self._foreseen = True
+            assert self._room is not None
+            self._room.foresee(self._entering())
         if event.op is Op.HEAD and self._is_open is None:
             self._is_open = self._room is not None and self._room.open(self._held())
         coming = self._coming.get(event)
@@ -76,6 +101,11 @@ class StepHints:
             self._optimizer.expect_steps((coming.layer,), "early" if coming.part == EARLY else None)
         if self._is_open and event == self._teller:
             self._optimizer.expect_steps(self._units, self._rest)
+
+
+def entering_bytes(micro_batches: Sequence[MicroBatch]) -> int:
+    """Bytes of the tensors that have entered the first layer in all micro-batches, wherever they rest by now."""
+    return sum(tensor.numel() * tensor.element_size() for each in micro_batches for tensor in each.boundary.inputs(0))
 
 
 def host_bytes_held(

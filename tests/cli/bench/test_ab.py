@@ -362,7 +362,7 @@ def test_contract_is_exact_unless_there_is_a_reason(
 
 
 def test_bits_of_a_device_whose_kernels_need_not_repeat_them_are_not_asked_for() -> None:
-    """A Llama of a billion parameters on an H200: losses of the second step differed by 2e-4 between the arms."""
+    """As of a Llama on an H200, whose arms differed by 2e-4 in the second step: nothing had asked for such kernels."""
     runs = [make_run(arm, 0, losses, tied=False, repeatable=False) for arm, losses in (("stock", LOSSES), ("vertical", CLOSE))]
     verdict = compare_losses(runs, contract_of(BASE, 1, *ab._told(runs)))
     assert verdict.agreement is Agreement.WITHIN and "torch.use_deterministic_algorithms" in describe_losses(verdict, 3)
