@@ -216,7 +216,7 @@ def test_as_many_files_are_compiled_at_a_time_as_max_jobs_allows(monkeypatch: py
 
 @pytest.mark.parametrize("jobs", [8, 16, 64])
 def test_the_largest_op_begins_first_and_has_most_of_the_files_at_a_time(jobs: int) -> None:
-    files = {"cpu_adam": 3, "free_adam": 3, "async_io": 13, "joint": 1, "block_quantize": 2}
+    files = {"cpu_adam": 3, "free_adam": 3, "async_io": 13, "joint": 1, "block_quantize": 2, "master_halves": 1}
     shares = side_by_side.shares_of(files, jobs)
     assert next(iter(shares)) == "async_io" and all(1 <= share <= files[name] for name, share in shares.items())
     waves = {name: files[name] / shares[name] for name in files}
