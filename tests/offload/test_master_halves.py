@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 import torch
+from adam_gap import MAX_UPDATES, ticking
 
+from ds_vertical.compat.ops import cache, load
 from ds_vertical.offload.masters.halves import BLOCK_ELEMENTS, Exceptions, join, split
 
 PATTERNS = 1 << 32
 CHUNK = 1 << 24
+KERNEL_BLOCK, ALONE = 1 << 12, 1 << 17  # of the kernel: elements worked on at a time, and up to which one thread works
+
+
+@pytest.fixture(autouse=True, params=["kernel", "torch"])
+def codec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes in a test."""
+    assert load.master_halves() is not None, "the kernel was not built"
+    if request.param == "torch":
+        monkeypatch.setattr(load, "master_halves", lambda: None)
+
+
+kernel_alone = pytest.mark.parametrize("codec", ["kernel"], indirect=True)
 
 
 def numbers(patterns: torch.Tensor) -> torch.Tensor:
@@ -22,10 +39,12 @@ def there_and_back(master: torch.Tensor, rounded: list[torch.Tensor], most: int 
     exceptions = split(master, rounded, low, master.numel() if most is None else most)
     assert torch.equal(master.view(torch.int32), before.view(torch.int32)), "the masters have changed"
     if exceptions is not None:
-        memory = torch.full_like(before, float("nan"))
+        memory, apart = torch.full((2, before.numel()), float("nan"))
         memory.view(torch.int16)[: low.numel()] = low
         join(memory.view(torch.int16)[: low.numel()], rounded, exceptions, memory)
-        assert torch.equal(memory.view(torch.int32), before.view(torch.int32))
+        join(low, rounded, exceptions, apart)
+        for found in (memory, apart):
+            assert torch.equal(found.view(torch.int32), before.view(torch.int32))
     return exceptions
 
 
@@ -37,7 +56,7 @@ def special_patterns() -> torch.Tensor:
     return torch.cat([positive, positive | 0x80000000])
 
 
-@pytest.mark.parametrize("numel", [1, 1000, 3 * BLOCK_ELEMENTS + 17])
+@pytest.mark.parametrize("numel", [0, 1, 1000, KERNEL_BLOCK + 1, ALONE + 1, 3 * BLOCK_ELEMENTS + 17])
 def test_any_bits_come_back(numel: int) -> None:
     drawn = torch.randint(0, PATTERNS, (numel,), generator=torch.Generator().manual_seed(numel))
     drawn[: special_patterns().numel()] = special_patterns()[:numel]
@@ -85,6 +104,98 @@ def test_exceptions_are_counted_over_all_blocks() -> None:
     assert exceptions is not None and exceptions.places.tolist() == [0, 1, BLOCK_ELEMENTS + 7]
 
 
+def compressed(master: torch.Tensor, rounded: Sequence[torch.Tensor], most: int) -> list[torch.Tensor] | None:
+    """Low halves, places and high halves; None where exceptions are too many."""
+    low = torch.empty(master.numel(), dtype=torch.int16)
+    exceptions = split(master, rounded, low, most)
+    return None if exceptions is None else [low, exceptions.places, exceptions.high]
+
+
+@kernel_alone
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("first", [0, 1, 7])
+def test_kernel_and_torch_give_the_same_bits(first: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any size, from any element on, for values in several tensors, with exceptions up to the number that is too many."""
+    random = torch.Generator().manual_seed(first)
+    cases = []
+    for sizes in ([5], [KERNEL_BLOCK], [3, 0, 2 * ALONE + 1, 0], [70_000, 1, 1, 63, 200_001], [0], []):
+        numel = sum(sizes)
+        master = numbers(torch.randint(0, PATTERNS, (first + numel,), generator=random))[first:]
+        values = torch.empty(first + numel, dtype=torch.bfloat16)[first:].copy_(master)
+        values[:: max(1, numel // 20)] += 1
+        cases.append((master, list(values.split(sizes)) if sizes else []))
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        full = [compressed(master, rounded, master.numel()) for master, rounded in cases]
+        counts = [0 if found is None else found[1].numel() for found in full]
+        scarce = [[compressed(*case, most) for most in (n, n - 1, 0)] for case, n in zip(cases, counts, strict=True)]
+        monkeypatch.setattr(load, "master_halves", lambda: None)
+        for case, number, found, others in zip(cases, counts, full, scarce, strict=True):
+            expected = compressed(*case, case[0].numel())
+            assert found is not None and expected is not None
+            assert all(map(torch.equal, found, expected)) and found[1].dtype == expected[1].dtype == torch.int32
+            assert others[0] is not None and all(map(torch.equal, others[0], expected))
+            assert number == 0 or others[1:] == [None, None]
+    finally:
+        torch.set_num_threads(torch_threads)
+    assert max(counts) > 1000
+
+
+@kernel_alone
+def test_other_threads_run_while_the_kernel_computes() -> None:
+    """See [Note: ticks] in adam_gap: no time is measured."""
+    master = torch.ones(16 << 20)
+    rounded, low = [master.to(torch.bfloat16)], torch.empty(master.numel(), dtype=torch.int16)
+    exceptions = split(master, rounded, low, 0)
+    assert exceptions is not None
+    with ticking() as count:
+        for compute in (lambda: split(master, rounded, low, 0), lambda: join(low, rounded, exceptions, master)):
+            before, calls = count(), 0
+            while count() == before:
+                assert calls < MAX_UPDATES, "no other thread ran while the kernel computed"
+                compute()
+                calls += 1
+
+
+@kernel_alone
+def test_what_the_kernel_would_misread_is_refused() -> None:
+    master, low = torch.ones(64), torch.empty(64, dtype=torch.int16)
+    rounded = master.to(torch.bfloat16)
+    none = Exceptions(torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int16))
+    inside = master.view(torch.int16)
+    behind = Exceptions(torch.tensor([64], dtype=torch.int32), torch.zeros(1, dtype=torch.int16))
+    for args, words in [
+        ((master.double(), [rounded], low, 0), "masters in fp32"),
+        ((torch.ones(128)[::2], [rounded], low, 0), "masters in fp32, contiguous"),
+        ((master, [rounded.half()], low, 0), "numbers in bf16"),
+        ((master, [rounded], low.int(), 0), "halves in int16"),
+        ((master, [rounded[:63]], low, 0), "as many low halves"),
+        ((master, [rounded], low[:63], 0), "as many low halves"),
+        ((master, [rounded], inside[:64], 0), "would overwrite"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            split(*args)
+    with pytest.raises(ValueError, match="begin where these do"):
+        join(inside[64:], [rounded], none, master)
+    with pytest.raises(ValueError, match="place lies behind"):
+        join(low, [rounded], behind, master)
+    assert torch.equal(master, torch.ones(64))
+
+
+@kernel_alone
+def test_where_the_kernel_does_not_compile_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("#error on purpose\n")
+    op = load.OwnOp("master_halves", str(broken), (), "CPUAdamBuilder")
+    monkeypatch.setattr(load, "MASTER_HALVES", op)
+    try:
+        with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled .* torch stands in: same result"):
+            assert load.master_halves.__wrapped__() is None
+    finally:
+        cache.forget(op.build_name)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_pattern_of_fp32_comes_back() -> None:
@@ -92,3 +203,19 @@ def test_every_pattern_of_fp32_comes_back() -> None:
     for start in range(0, PATTERNS, CHUNK):
         master = numbers(torch.arange(start, start + CHUNK))
         there_and_back(master, [master.to(torch.bfloat16)])
+
+
+@kernel_alone
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_pattern_of_fp32_is_compressed_as_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 2^32 of them, beside what they are rounded to, and each 64th of them beside zero."""
+    for start in range(0, PATTERNS, CHUNK):
+        master = numbers(torch.arange(start, start + CHUNK))
+        values = master.to(torch.bfloat16)
+        values[start >> 24 & 63 :: 64] = 0
+        found = compressed(master, [values], CHUNK)
+        with monkeypatch.context() as patch:
+            patch.setattr(load, "master_halves", lambda: None)
+            expected = compressed(master, [values], CHUNK)
+        assert found is not None and expected is not None and all(map(torch.equal, found, expected))

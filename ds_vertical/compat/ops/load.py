@@ -68,7 +68,8 @@ CHECKED_AIO = OwnOp(
 IDENTITY_NODE = OwnOp("joint", "joint.cpp", (), "CPUAdamBuilder")  # under this name in the caches of users
 # a fused multiply-add would round once where the same code in torch rounds twice
 BLOCK_QUANTIZE = OwnOp("block_quantize", "block_quantize.cpp", (), "CPUAdamBuilder", ("-ffp-contract=off",))
-OWN_OPS = (FREE_ADAM, CHECKED_AIO, IDENTITY_NODE, BLOCK_QUANTIZE)
+MASTER_HALVES = OwnOp("master_halves", "master_halves.cpp", (), "CPUAdamBuilder")
+OWN_OPS = (FREE_ADAM, CHECKED_AIO, IDENTITY_NODE, BLOCK_QUANTIZE, MASTER_HALVES)
 
 
 def _stock_builder(class_name: str) -> OpBuilder:
@@ -316,6 +317,52 @@ def block_quantizer() -> QuantizeModule | None:
             f"ds_vertical: {CSRC / BLOCK_QUANTIZE.source} could not be compiled or loaded ({_first_line(error)}); torch stands"
             " in: same result, several times slower and with more memory; the compiler's words are above,"
             " `ds-vertical build-ops` tries again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+# ---- masters in two halves
+
+
+class HalvesModule(Protocol):
+    """The kernel of `ds_vertical.offload.masters.halves`, which says what it computes. Its calls let other Python threads run.
+    Tensors are 1-d and contiguous, in host memory. ValueError for what it does not take."""
+
+    def split(
+        self, master: torch.Tensor, rounded: Sequence[torch.Tensor], low: torch.Tensor, most: int, threads: int, /
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Overwrite `low`. Returns places and high halves of the exceptions; None where there are more than `most`."""
+        ...
+
+    def join(
+        self,
+        low: torch.Tensor,
+        rounded: Sequence[torch.Tensor],
+        places: torch.Tensor,
+        high: torch.Tensor,
+        master: torch.Tensor,
+        threads: int,
+        /,
+    ) -> None:
+        """Overwrite `master`."""
+        ...
+
+
+@functools.cache
+def master_halves() -> HalvesModule | None:
+    """The compiled kernel. None where it cannot be compiled, as a RuntimeWarning says: torch gives the same bits then."""
+    cache.activate()
+    try:
+        module: Any = MASTER_HALVES.builder().load(verbose=False)
+        return module
+    except ConfigError:
+        raise
+    except Exception as error:
+        warnings.warn(
+            f"ds_vertical: {CSRC / MASTER_HALVES.source} could not be compiled or loaded ({_first_line(error)}); torch stands"
+            " in: same result, several times slower; the compiler's words are above, `ds-vertical build-ops` tries again",
             RuntimeWarning,
             stacklevel=2,
         )

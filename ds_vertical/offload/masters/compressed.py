@@ -28,6 +28,7 @@ from typing import Final, NamedTuple, cast
 import torch
 
 from ds_vertical.compat import zero_params
+from ds_vertical.compat.ops import load
 from ds_vertical.io.aio import ALIGNMENT_BYTES, DiskQueue
 from ds_vertical.io.checksums import ChecksumError, Piece, checksum
 from ds_vertical.io.extents import Extent
@@ -111,6 +112,7 @@ class CompressedMasters:
         self._places = {part: place for chunk in chunks for part, place in _places(chunk)}
         self._current: dict[Part, CompressedMaster] = {}
         self._early: dict[Part, CompressedMaster | None] = {}  # of early steps, until they count or not
+        load.master_halves()  # compiled here, and not on the pipeline's thread in mid-step
         self.scratch = torch.empty(max((part.numel for part in self._places), default=0), dtype=torch.int16)
 
     def of(self, part: Part) -> CompressedMaster | None:

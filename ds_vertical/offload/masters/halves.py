@@ -6,8 +6,8 @@ low half is below 0x8000, and one less where it is above. At a tie one less is t
 that were rounded down, and NaN, whose rounding is no arithmetic) is an exception: its place is kept, and its high half. An
 exception is found by comparing, so the way back is exact for all 2^32 patterns, whoever rounded.
 
-Both directions work block by block, in memory of their own that stays in the processor's caches. Bits are those of a machine
-that is little-endian.
+A compiled kernel goes through memory once in each direction. Where it cannot be compiled, torch stands in with the same bits,
+block by block, in memory of its own that stays in the processor's caches. Bits are those of a machine that is little-endian.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-BLOCK_ELEMENTS = 1 << 18  # worked on at a time
+from ds_vertical.compat.ops import load
+
+BLOCK_ELEMENTS = 1 << 18  # that torch works on at a time
 _BITS = 15  # by which the low half is shifted to be -1 from 0x8000 on, and else 0
 
 
@@ -32,6 +34,26 @@ class Exceptions:
 def split(master: torch.Tensor, rounded: Sequence[torch.Tensor], low: torch.Tensor, most: int) -> Exceptions | None:
     """Fill `low` (int16) with the low halves of `master` (fp32, 1-d), which stays as it is. `rounded`: bf16, one tensor behind
     the other as many elements. Returns the exceptions; None where there are more than `most`, and `low` is undefined."""
+    kernel = load.master_halves()
+    if kernel is None:
+        return _split(master, rounded, low, most)
+    found = kernel.split(master, rounded, low, most, torch.get_num_threads())
+    return None if found is None else Exceptions(*found)
+
+
+def join(low: torch.Tensor, rounded: Sequence[torch.Tensor], exceptions: Exceptions, master: torch.Tensor) -> None:
+    """Fill `master` from what `split` has made of it. `low` may lie where `master` begins: then it is gone."""
+    kernel = load.master_halves()
+    if kernel is None:
+        _join(low, rounded, exceptions, master)
+    else:
+        kernel.join(low, rounded, exceptions.places, exceptions.high, master, torch.get_num_threads())
+
+
+# ---- the same in torch
+
+
+def _split(master: torch.Tensor, rounded: Sequence[torch.Tensor], low: torch.Tensor, most: int) -> Exceptions | None:
     halves = master.view(torch.int16).view(-1, 2)
     places: list[torch.Tensor] = []
     count = 0
@@ -48,8 +70,7 @@ def split(master: torch.Tensor, rounded: Sequence[torch.Tensor], low: torch.Tens
     return Exceptions(found.to(torch.int32), halves[found, 1])
 
 
-def join(low: torch.Tensor, rounded: Sequence[torch.Tensor], exceptions: Exceptions, master: torch.Tensor) -> None:
-    """Fill `master` from what `split` has made of it. `low` may lie where `master` begins: then it is gone."""
+def _join(low: torch.Tensor, rounded: Sequence[torch.Tensor], exceptions: Exceptions, master: torch.Tensor) -> None:
     halves = master.view(torch.int16).view(-1, 2)
     for start, values in reversed(list(_blocks(rounded))):  # so the low halves that are still to be read lie ahead
         part = low.narrow(0, start, values.numel()).clone()
