@@ -33,14 +33,12 @@ from ds_vertical.offload.masters.halves import BLOCK_ELEMENTS
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.memory_budget import STATE_SHARE, STATE_SHARES, USED_BY_READING, BudgetItem, BudgetTerms
-from ds_vertical.planner.model_shape import ModelShape, SufShape
+from ds_vertical.planner.model_shape import ModelShape, SufShape, copied_bytes
 from ds_vertical.schedule.events import Unit
 from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, Placement, RunSettings, TensorKind, Tier
 
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
-_LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
 _HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes somewhat more in one start than in another
-_MEASURED: Final = "(measured)"
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
 _COMPRESSION: Final = f"{SECTION}.optimizer_compression"
 _LEVELS: Final = "zero_optimization.zero_hpz_partition_size"
@@ -209,21 +207,18 @@ class Forecast:
 
     def further(self, baseline_bytes: int) -> tuple[BudgetItem, ...]:
         """What the formulas do not know: `baseline_bytes` of the process as it is, and working memory beside the buffers."""
-        kept = self.shape.working_bytes if self._one_memory else 0  # of what is freed, for pieces of other sizes
-        scaled = (
-            0
-            if self._certain
-            else FP32_BYTES * min(memory_budget.PART_ELEMENTS, max((c.numel for c in self.chunks), default=0))
-        )
+        largest_chunk = max((chunk.numel for chunk in self.chunks), default=0)
         largest = max((size for chunk in self.chunks for size in chunk.sizes), default=0)
         copied = gradient_norm.copied_bytes(largest) if self._one_memory and largest else 0
         return (
-            BudgetItem(Tier.HOST, "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
+            BudgetItem(
+                Tier.HOST, "interpreter and libraries", baseline_bytes + memory_budget.LATER_BYTES, memory_budget.MEASURED
+            ),
             BudgetItem(Tier.HOST, "fp64 copy for a norm", copied, "(largest parameter)"),
-            BudgetItem(Tier.HOST, "scaled gradient", scaled, "gradient_clipping"),
+            memory_budget.scaled_gradient(largest_chunk, self._certain),
             *_compression_items(self._shards, self._resolved),
             BudgetItem(Tier.HOST, "parameters that stay fp32", self._wide_bytes, "(their dtype)"),
-            BudgetItem(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
+            memory_budget.freed_memory(self.shape.working_bytes, self._one_memory),
             *_level_items(self._layers, self._resolved, self._param_bytes),
             *_acco_items(self._layers, self._resolved, self._param_bytes),
         )
@@ -240,10 +235,10 @@ class Forecast:
     def setup_bytes(self) -> int:
         """What stock's buffers and copies take while its optimizer is set up, before there are buffers of ours."""
         of_all = self.chunks if self._json.state_in_files else ()  # stock's buffers are as large as the largest of all chunks
-        state = max((chunk.numel for chunk in of_all), default=0) * FP32_BYTES
+        state = max((chunk.numel for chunk in of_all), default=0)
         staged = max((chunk.numel for chunk in self.chunks if chunk.params_in_files), default=0) * self._param_bytes
         resting = sum(chunk.numel for chunk in of_all if not chunk.state_in_files)  # masters, and stock's zeroed gradients
-        return (memory_budget.STOCK_BUFFERS + 1) * state + staged + 2 * FP32_BYTES * resting
+        return memory_budget.stock_setup(state, staged, resting)
 
     # ---- sizes
 
@@ -275,10 +270,11 @@ class Forecast:
         largest parameter that is not trained, a copy in the kernel's order."""
         params = (param for params in self._layers.units.values() for param in params)
         stepped = (param for chunk in self.chunks for param in chunk.params)
-        summed = max(map(zero_params.full_numel, stepped), default=0) * FP32_BYTES
+        summed = max(map(zero_params.full_numel, stepped), default=0)
         ids = {id(param) for chunk in self.chunks for param in chunk.params}
         gradients = max(_made_at_once(self._layers, unit, ids) for unit in self._layers.units)
-        return gradients * self._param_bytes + max(summed, max(map(zero_params.full_numel, params)) * self._param_bytes)
+        copied = copied_bytes(summed, max(map(zero_params.full_numel, params)), self._param_bytes)
+        return gradients * self._param_bytes + copied
 
 
 def _compression_items(shards: PlannedShards, resolved: RunSettings) -> list[BudgetItem]:
@@ -383,9 +379,8 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     forecast.ahead = 0
     shape, terms, further = forecast.shape, forecast.terms, forecast.further(baseline)
     items = memory_budget.budget(shape, terms, further)
-    setup = baseline + forecast.setup_bytes - memory_budget.total_bytes(items, Tier.HOST)
-    if setup > 0:
-        further = (*further, BudgetItem(Tier.HOST, "stock's set-up beyond the rest", setup, "zero_optimization.sub_group_size"))
+    setup = memory_budget.setup_item(items, baseline + forecast.setup_bytes)
+    further = (*further, *setup)
     fault = _fault(shape, terms, further, allowed, limit, ranks_here)
     told = distributed_ranks.all_gathered((fault, None if fault is None else _fitting_share(forecast, (allowed, baseline))))
     faults = [found for found, _ in told if found is not None]
@@ -395,7 +390,7 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     whose = f"{_LIMIT} over {ranks_here} ranks" if limit is not None else "what the machine has"
     title = f"memory of this rank, activations not counted; host memory allowed: {allowed / 2**20:.0f} MiB ({whose})"
     needed = memory_budget.total_bytes(memory_budget.budget(shape, terms, further), Tier.HOST)
-    left = max(0, allowed - needed + max(0, setup))  # the set-up is over by then
+    left = max(0, allowed - needed + memory_budget.total_bytes(setup, Tier.HOST))  # the set-up is over by then
     forecast.ahead, forecast.why_ahead = _slots_ahead(forecast, allowed - needed)
     lines = [title, *memory_budget.budget_lines(memory_budget.budget(shape, forecast.terms, further))]
     if forecast.waits_for_no_pair:
