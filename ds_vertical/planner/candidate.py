@@ -228,8 +228,7 @@ class Candidate:
     def items(self) -> tuple[memory_budget.BudgetItem, ...]:
         """The memory budget, and what rests on this rank's SSD."""
         in_memory = memory_budget.budget(self.shape, self.case.terms, self.case.further)
-        in_memory += memory_budget.setup_item(in_memory, self.case.setup_bytes)
-        return in_memory + memory_budget.ssd_items(self.shape, self.case.terms)
+        return memory_budget.with_setup(in_memory, self.case.setup_bytes) + memory_budget.ssd_items(self.shape, self.case.terms)
 
     @property
     def ssd_bytes(self) -> float:

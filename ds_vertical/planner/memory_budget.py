@@ -45,7 +45,7 @@ PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
 STOCK_BUFFERS: Final = 4  # what stock needs for its own uses of a chunk of state: master, moments, gradient
 LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
 SUB_GROUP: Final = "zero_optimization.sub_group_size"
-_FP32_BYTES: Final = 4
+FP32_BYTES: Final = 4
 _LARGE_MODEL: Final = 1_000_000_000  # elements of a model, from which on chunks are large
 MEASURED: Final = "(measured)"
 STATE_SHARE: Final = "vertical_schedule.optimizer_host_share"
@@ -159,7 +159,7 @@ def _small(shape: ModelShape, spec: ModelSpec, least: int) -> SmallTensors:
     sizes = [*blocks * spec.block_sizes, *spec.outside_sizes]
     parameters = sum(size for size in sizes if size // shards * shape.param_bytes < least) // shards
     in_block, outside = (
-        sum(size for size in each if size // shards * _FP32_BYTES < least) / shards
+        sum(size for size in each if size // shards * FP32_BYTES < least) / shards
         for each in (spec.block_sizes, spec.outside_sizes)
     )
     most: dict[Unit, float] = dict.fromkeys(shape.outside.units, outside)
@@ -168,8 +168,8 @@ def _small(shape: ModelShape, spec: ModelSpec, least: int) -> SmallTensors:
     uneven = max(spec.block_sizes, default=0) / shards if is_shared else 0.0  # a run shares whole parameters
     for unit, small in most.items():
         in_files = state_elements(shape, unit)[0]
-        if (in_files - uneven) * _FP32_BYTES < least:
-            state += min(in_files, least / _FP32_BYTES)
+        if (in_files - uneven) * FP32_BYTES < least:
+            state += min(shape.stepped(unit) if is_shared else in_files, least / FP32_BYTES)
         elif in_files > sub_group_size(shape.num_elements):
             state += min(small, in_files)
     return SmallTensors(parameters, math.ceil(state))
@@ -192,10 +192,10 @@ def planned_setup(shape: ModelShape, largest_parameter: int, further: tuple[Budg
     return held + (stock_setup(chunk, staged, math.ceil((1 - in_files) * stepped)) if in_files else staged)
 
 
-def setup_item(items: tuple[BudgetItem, ...], setup_bytes: float) -> tuple[BudgetItem, ...]:
-    """What the set-up, which takes `setup_bytes` in all, takes of host memory beyond `items`; none where that is nothing."""
+def with_setup(items: tuple[BudgetItem, ...], setup_bytes: float) -> tuple[BudgetItem, ...]:
+    """`items`, and what the set-up, which takes `setup_bytes` of host memory in all, takes beyond them, if anything."""
     beyond = round(setup_bytes) - total_bytes(items, Tier.HOST)
-    return (BudgetItem(Tier.HOST, "stock's set-up beyond the rest", beyond, SUB_GROUP),) if beyond > 0 else ()
+    return (*items, BudgetItem(Tier.HOST, "stock's set-up beyond the rest", beyond, SUB_GROUP)) if beyond > 0 else items
 
 
 def stock_setup(state_chunk: int, staged_bytes: int, resting: int) -> int:
@@ -277,7 +277,8 @@ def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     yield _item(Tier.HOST, "optimizer state at rest", resting, key)
     yield _item(Tier.HOST, "optimizer slots", terms.slots * slot_bytes(shape, terms), _IN_FLIGHT)
     yield _item(Tier.HOST, "state read ahead", terms.ahead * slot_bytes(shape, terms), READ_AHEAD)
-    yield _item(Tier.HOST, "gradients", _gradients(shape, terms) * shape.gradient_bytes, "vertical_schedule.optimizer_delay")
+    decides = "optimizer_delay" if terms.held_share < 1 else "gradient_host_share"  # nothing is stepped early for good
+    yield _item(Tier.HOST, "gradients", _gradients(shape, terms) * shape.gradient_bytes, f"vertical_schedule.{decides}")
     kept = terms.num_micro_batches * shape.num_layers * shape.activation_bytes
     kept *= shape.placement.share(TensorKind.ACTIVATIONS, Tier.HOST)
     yield _item(Tier.HOST, "activations", kept, "gradient_accumulation_steps")
@@ -413,13 +414,17 @@ def budget_lines(items: tuple[BudgetItem, ...]) -> list[str]:
 
 
 def check_budget(
-    shape: ModelShape, terms: BudgetTerms, further: tuple[BudgetItem, ...] = (), limits: TierBytes = MappingProxyType({})
+    shape: ModelShape,
+    terms: BudgetTerms,
+    further: tuple[BudgetItem, ...] = (),
+    limits: TierBytes = MappingProxyType({}),
+    setup_bytes: int = 0,
 ) -> tuple[BudgetItem, ...]:
-    """The budget, if each tier's items fit into the bytes of `limits` (a tier without any is not checked). Raises
-    MemoryBudgetError for all tiers at once."""
-    items = budget(shape, terms, further)
+    """The budget, if each tier's items fit into the bytes of `limits` (a tier without any is not checked). `setup_bytes`: of
+    host memory in all while stock's optimizer is set up. Raises MemoryBudgetError for all tiers at once."""
+    items = with_setup(budget(shape, terms, further), setup_bytes)
     found = [
-        _Overrun(shape, terms, further, tier, limit)
+        _Overrun(shape, terms, further, tier, limit, setup_bytes)
         for tier, limit in limits.items()
         if limit is not None and total_bytes(items, tier) > limit
     ]
@@ -437,10 +442,15 @@ class _Overrun:
     further: tuple[BudgetItem, ...]
     tier: Tier
     limit: float
+    setup_bytes: int
+
+    def items(self, terms: BudgetTerms) -> tuple[BudgetItem, ...]:
+        """What the run needs with `terms`."""
+        return with_setup(budget(self.shape, terms, self.further), self.setup_bytes)
 
     def needed(self, terms: BudgetTerms) -> int:
         """Bytes of the tier that the run needs with `terms`."""
-        return total_bytes(budget(self.shape, terms, self.further), self.tier)
+        return total_bytes(self.items(terms), self.tier)
 
     def fault(self) -> str:
         """The message: bytes needed and allowed, and each number in the JSON whose change alone makes the run fit."""
@@ -448,16 +458,15 @@ class _Overrun:
         fitting = [(key, name, self._fitting(name, least)) for name, key, least in _KNOBS]
         remedies = [f'"{key}": {value} (now {getattr(self.terms, name)})' for key, name, value in fitting if value is not None]
         remedy = f"write {' or '.join(remedies)}" if remedies else self._advice()
-        return f"{self.tier} memory: needs {needed} bytes, {self.limit} are allowed, {needed - self.limit} too few; {remedy}"
+        most = max((item for item in self.items(self.terms) if item.tier == self.tier), key=lambda item: item.num_bytes)
+        short = f"{needed - self.limit} too few (most is {most.what}: {most.num_bytes})"
+        return f"{self.tier} memory: needs {needed} bytes, {self.limit} are allowed, {short}; {remedy}"
 
     def _advice(self) -> str:
-        """What to change where no number alone is enough."""
+        """What is left where no number alone is enough."""
         smallest = dataclasses.replace(self.terms, **{name: least for name, _, least in _KNOBS})
         together = " and ".join(f'"{key}": {least}' for _, key, least in _KNOBS)
-        items = budget(self.shape, self.terms, self.further)
-        item = next(item for item in items if item.tier == self.tier and not item.key.startswith("("))
-        most = f"most is {item.what}, {item.num_bytes} bytes: change {item.key}"
-        return f"{together} would need {self.needed(smallest)}; {most}"
+        return f"{together} would need {self.needed(smallest)}"
 
     def _fitting(self, name: str, least: int) -> int | None:
         """The largest value of one term, below the present one, with which the tier fits."""

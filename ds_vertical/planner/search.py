@@ -75,7 +75,6 @@ _MORE_OF: Final = per_tier(
         Tier.SSD: "free on the SSD (--nvme-path on another one)",
     }
 )
-_FP32_BYTES: Final = 4
 _NO_SECONDS: Final = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
 _estimate_s: Final = attrgetter("estimate_s")
 _LIBRARIES: Final = memory_budget.BudgetItem(Tier.HOST, "interpreter and libraries", 800 << 20, memory_budget.MEASURED)
@@ -273,7 +272,7 @@ class _Search:
         gradients = self.task.spec.gradients(sizes.blocks_per_layer)
         if not timing.state_on_ssd or gradients is None:
             return True
-        return max(gradients) / self.task.num_ranks * _FP32_BYTES >= self.task.least_file_bytes
+        return max(gradients) / self.task.num_ranks * memory_budget.FP32_BYTES >= self.task.least_file_bytes
 
     @property
     def _all_blocks(self) -> list[int]:
