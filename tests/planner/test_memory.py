@@ -265,7 +265,7 @@ def test_a_budget_that_nothing_mends_says_what_is_largest_and_what_is_left() -> 
         check_budget(SHAPE, BudgetTerms(8, window=2), (), {Tier.HOST: 1000, Tier.DEVICE: 1000})
     host, device = str(caught.value).splitlines()[:2]
     assert '"vertical_schedule.prefetch_layers": 0 and "gradient_accumulation_steps": 1 would need' in host
-    assert "too few (most is gradients: 16400); " in host
+    assert "too few (most is optimizer slots: 24000); " in host
     assert device.startswith("device memory: needs ")
 
 

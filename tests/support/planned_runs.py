@@ -136,7 +136,7 @@ def planned_bytes(candidate: Candidate) -> dict[str, int]:
 
 def run_bytes(forecast: memory_check.Forecast) -> dict[str, int]:
     items = memory_budget.budget(forecast.shape, forecast.terms, forecast.further(BASELINE))
-    return _by_name((*items, *memory_budget.setup_item(items, BASELINE + forecast.setup_bytes)))
+    return _by_name(memory_budget.with_setup(items, BASELINE + forecast.setup_bytes))
 
 
 def _by_name(items: tuple[memory_budget.BudgetItem, ...]) -> dict[str, int]:

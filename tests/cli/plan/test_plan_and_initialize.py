@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from planned_runs import BASELINE, CPU, MODELS, Setting, limits, planned_bytes, run_bytes
 
 from ds_vertical.engine import memory_check
-from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.planner.candidate import fits
+from ds_vertical.planner.linear_program import solve
 from ds_vertical.planner.search import PlanError, choose
 
 MIB = 1 << 20
 PADDING = 64 << 10  # whole blocks of I/O, and shares in whole numbers
-# What a run cannot know before its first batch: what passes between layers and what autograd keeps of a block and of the head.
-OF_BATCHES = 16 * MIB
+# A run cannot know before its first batch what autograd keeps of a block and of the head, in "one layer's backward" here.
 # Where the plan may count more: pieces as large as any may be, a layer's small tensors in its buffers, shares of the state in
 # whole parameters. Of these models.
 MOST_MORE = {
     "optimizer slots": 97 * MIB,
     "parameter buffers": 38 * MIB,
     "gradients": 16 * MIB,
-    "one layer's backward": OF_BATCHES,
+    "one layer's backward": 16 * MIB,
 }
 
 
 @st.composite
-def settings_of(draw: st.DrawFn) -> Setting:
+def settings_of(
+    draw: st.DrawFn, models: Sequence[str] = tuple(MODELS), dtypes: Sequence[str] = ("bf16", "fp16", "fp32")
+) -> Setting:
     found = Setting(
-        draw(st.sampled_from(sorted(MODELS))),
-        draw(st.sampled_from(["bf16", "fp16", "fp32"])),
+        draw(st.sampled_from(models)),
+        draw(st.sampled_from(dtypes)),
         draw(st.sampled_from([0.0, 1.0])),
         draw(st.sampled_from([1, 2, 8])),
         draw(st.sampled_from([1, 2])),
@@ -44,8 +47,15 @@ def settings_of(draw: st.DrawFn) -> Setting:
     return replace(found, delay=draw(st.sampled_from([0.0, 0.25, 0.9, 1.0])) if early else 1.0)
 
 
+SOME = settings_of(("gpt, tied", "llama, many layers", "llama, wide vocabulary"), ("bf16",))
 BUDGETS = st.integers(850, 2600).map(lambda count: count * 10**6)
-FEW = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FEW = settings(
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.generate),  # a smaller example says no more than the setting itself
+)
 MANY = settings(FEW, max_examples=400)
 
 
@@ -68,7 +78,7 @@ def check_items(setting: Setting, host_bytes: int) -> None:
 
 
 @FEW
-@given(settings_of(), BUDGETS)
+@given(SOME, BUDGETS)
 def test_a_plan_counts_all_that_initialize_counts_item_by_item(setting: Setting, host_bytes: int) -> None:
     check_items(setting, host_bytes)
 
@@ -98,7 +108,7 @@ def check_found(setting: Setting) -> None:
 
 
 @FEW
-@given(settings_of())
+@given(SOME)
 def test_what_initialize_accepts_a_plan_finds(setting: Setting) -> None:
     check_found(setting)
 
@@ -130,13 +140,8 @@ def test_a_set_up_that_takes_more_than_the_steps_is_planned_for() -> None:
     forecast = setting.forecast(setting.config(found, 2.6e9))
     needed = BASELINE + forecast.setup_bytes
     case = replace(found.case, limits=limits(needed - MIB))
-    from ds_vertical.planner.candidate import fits
-    from ds_vertical.planner.linear_program import solve
-
     assert found.case.setup_bytes == pytest.approx(needed, rel=0.001)
-    cheap = replace(case, setup_bytes=0.0)
-    if solve(cheap) is not None:
-        assert solve(case) is None
+    assert solve(case) is None
     assert not fits(replace(found, case=case))
 
 
@@ -168,7 +173,7 @@ def _changed(config: dict[str, Any], path: str, value: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "clip", "changes", "short", "advised"),
     [
-        ("gpt, tied", 1.0, {"prefetch_layers": 3}, 8 * MIB, "gradient_host_share"),
+        ("llama, many layers", 1.0, {"prefetch_layers": 3}, 8 * MIB, "gradient_host_share"),
         ("gpt, tied", 0.0, {"optimizer_delay": 0.9}, 8 * MIB, "optimizer_delay"),
         ("llama, wide vocabulary", 1.0, {}, MIB, "gradient_accumulation_steps"),
     ],
@@ -196,7 +201,7 @@ def test_every_number_that_initialize_advises_makes_the_run_fit(
 
 
 def test_a_chunk_that_makes_the_set_up_too_large_is_what_the_advice_is_about() -> None:
-    setting = Setting("gpt, one layer above a sub-group", "bf16", 0.0, 2, delay=0.0)
+    setting = Setting("gpt, one layer above a sub-group", "bf16", 0.0, 2, blocks_per_layer=2, delay=0.0)
     found = setting.candidate(8e9)
     assert found is not None
     config = setting.config(found, 8e9)
@@ -204,8 +209,7 @@ def test_a_chunk_that_makes_the_set_up_too_large_is_what_the_advice_is_about() -
     forecast = setting.forecast(config)
     forecast.pairs = False
     allowed = BASELINE + forecast.setup_bytes - MIB
-    if sum(run_bytes(forecast).values()) - MIB > allowed:
-        pytest.skip("the steps take more than the set-up here")
+    assert run_bytes(forecast)["stock's set-up beyond the rest"] > MIB
     message = memory_check._fault(forecast, (allowed, BASELINE), None, 1)
     assert message is not None
     (size,) = re.findall(r'"zero_optimization.sub_group_size": (\d+) ', message.splitlines()[0])
@@ -213,4 +217,3 @@ def test_a_chunk_that_makes_the_set_up_too_large_is_what_the_advice_is_about() -
     other = setting.forecast(config)
     other.pairs = False
     assert memory_check._fault(other, (allowed, BASELINE), None, 1) is None
-    assert isinstance(MemoryBudgetError(message), Exception)
