@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ds_vertical.compat import accelerator, gradient_norm, stock_config, swap_buffers, zero_params
-from ds_vertical.config.file import num_micro_batches
+from ds_vertical.config.file import DeepSpeedJson, num_micro_batches
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.engine.budget.further import acco_items, compression_items, level_items
@@ -33,7 +33,7 @@ from ds_vertical.offload.masters.compressed import low_file_bytes, value_bytes
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.memory_budget import STATE_SHARE, STATE_SHARES, USED_BY_READING, BudgetItem, BudgetTerms
-from ds_vertical.planner.model_shape import ModelShape, SufShape, copied_bytes
+from ds_vertical.planner.model_shape import ModelShape, SufShape, kernel_copy_bytes
 from ds_vertical.schedule.events import Unit
 from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, Placement, RunSettings, TensorKind, Tier
 
@@ -43,7 +43,7 @@ _SHARES: Final = (0.75, 0.5, 0.25, 0.0)
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
 
 
-Room = tuple[int, int]  # see `host_room`
+_Room = tuple[int, int]  # see `host_room`
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,6 @@ class Forecast:
     def params(self) -> list[nn.Parameter]:
         """All of the model, also those that no optimizer steps."""
         return [param for params in self._layers.units.values() for param in params]
-
-    @property
-    def sub_group_size(self) -> int:
-        """Elements on this rank with which a chunk of the optimizer's state is full."""
-        return self._json.sub_group_size
 
     @property
     def state_in_files(self) -> bool:
@@ -219,7 +214,7 @@ class Forecast:
         copied = gradient_norm.copied_bytes(largest) if self._one_memory and largest else 0
         return (
             BudgetItem(
-                Tier.HOST, "interpreter and libraries", baseline_bytes + memory_budget.LATER_BYTES, memory_budget.MEASURED
+                Tier.HOST, "interpreter and libraries", baseline_bytes + memory_budget.LATER_BYTES, memory_budget.MEASURED_KEY
             ),
             BudgetItem(Tier.HOST, "fp64 copy for a norm", copied, "(largest parameter)"),
             memory_budget.scaled_gradient(largest_chunk, self._certain),
@@ -280,7 +275,7 @@ class Forecast:
         summed = max(map(zero_params.full_numel, stepped), default=0)
         ids = {id(param) for chunk in self.chunks for param in chunk.params}
         gradients = max(_made_at_once(self._layers, unit, ids) for unit in self._layers.units)
-        copied = copied_bytes(summed, max(map(zero_params.full_numel, params)), self._param_bytes)
+        copied = kernel_copy_bytes(summed, max(map(zero_params.full_numel, params)), self._param_bytes)
         return gradients * self._param_bytes + copied
 
 
@@ -416,7 +411,7 @@ def _slots_ahead(forecast: Forecast, left: int) -> tuple[int, str]:
     return count, f"{count} of {wanted} pieces of state that wait for the norm, limited by {limit}"
 
 
-def _fits_with(forecast: Forecast, room: Room, path: str, value: float) -> bool:
+def _fits_with(forecast: Forecast, room: _Room, path: str, value: float) -> bool:
     """Whether the run fits with another number at a path of the JSON."""
     (allowed, baseline), pairs, forecast = room, forecast.pairs, forecast.changed(path, value)
     forecast.pairs = pairs
@@ -424,7 +419,7 @@ def _fits_with(forecast: Forecast, room: Room, path: str, value: float) -> bool:
     return max(memory_budget.total_bytes(items, Tier.HOST), baseline + forecast.setup_bytes) <= allowed
 
 
-def _fitting_share(forecast: Forecast, room: Room) -> float | None:
+def _fitting_share(forecast: Forecast, room: _Room) -> float | None:
     """The largest share of the state in host memory that fits, where the present one is what does not; None where none is."""
 
     def fits(share: float) -> bool:
@@ -435,9 +430,9 @@ def _fitting_share(forecast: Forecast, room: Room) -> float | None:
     return None if not now or fits(now) else next((share for share in tried if share < now and fits(share)), None)
 
 
-def _mending(forecast: Forecast, room: Room) -> list[str]:
+def _mending(forecast: Forecast, room: _Room) -> list[str]:
     """Numbers in the JSON, besides those of `check_budget` and the state's share, each of which alone makes the run fit."""
-    resolved, sub_group = forecast._resolved, forecast.sub_group_size
+    resolved, sub_group = forecast._resolved, forecast._json.sub_group_size
     halves = [sub_group >> n for n in range(1, sub_group.bit_length())]
     tried: list[tuple[str, float, Sequence[float]]] = [(memory_budget.SUB_GROUP, sub_group, halves)]
     if forecast.state_in_files and not resolved.keep_gradients:
@@ -462,7 +457,7 @@ def _with_less_state(fault: str, now: float, shares: Sequence[float | None]) -> 
     return "\n".join((f'{first} or "{STATE_SHARE}": {min(fitting):g} (now {now:g})', *others))
 
 
-def _fault(forecast: Forecast, room: Room, limit: int | None, ranks: int) -> str | None:
+def _fault(forecast: Forecast, room: _Room, limit: int | None, ranks: int) -> str | None:
     """Why the run does not fit, and what makes it fit; None where it does."""
     allowed, baseline = room
     shape, terms, further, setup = forecast.shape, forecast.terms, forecast.further(baseline), baseline + forecast.setup_bytes
@@ -481,7 +476,7 @@ def _fault(forecast: Forecast, room: Room, limit: int | None, ranks: int) -> str
     return None
 
 
-def _with_key(config: dict[str, Any], resolved: RunSettings, path: str, value: float) -> tuple[dict[str, Any], RunSettings]:
+def _with_key(config: DeepSpeedJson, resolved: RunSettings, path: str, value: float) -> tuple[DeepSpeedJson, RunSettings]:
     """The JSON and the settings with another number at a path: of the section, or of DeepSpeed's `zero_optimization`."""
     section, key = path.split(".")
     if section == SECTION:

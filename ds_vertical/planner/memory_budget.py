@@ -45,9 +45,9 @@ PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
 STOCK_BUFFERS: Final = 4  # what stock needs for its own uses of a chunk of state: master, moments, gradient
 LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
 SUB_GROUP: Final = "zero_optimization.sub_group_size"
-FP32_BYTES: Final = 4
+_FP32_BYTES: Final = 4
 _LARGE_MODEL: Final = 1_000_000_000  # elements of a model, from which on chunks are large
-MEASURED: Final = "(measured)"
+MEASURED_KEY: Final = "(measured)"
 STATE_SHARE: Final = "vertical_schedule.optimizer_host_share"
 STATE_SHARES: Final = 20  # of the optimizer's state in host memory, which are tried
 USED_BY_STATE: Final = 0.8  # of the host memory that all else leaves, where such a share is chosen
@@ -159,7 +159,7 @@ def _small(shape: ModelShape, spec: ModelSpec, least: int) -> SmallTensors:
     sizes = [*blocks * spec.block_sizes, *spec.outside_sizes]
     parameters = sum(size for size in sizes if size // shards * shape.param_bytes < least) // shards
     in_block, outside = (
-        sum(size for size in each if size // shards * FP32_BYTES < least) / shards
+        sum(size for size in each if size // shards * _FP32_BYTES < least) / shards
         for each in (spec.block_sizes, spec.outside_sizes)
     )
     most: dict[Unit, float] = dict.fromkeys(shape.outside.units, outside)
@@ -168,8 +168,8 @@ def _small(shape: ModelShape, spec: ModelSpec, least: int) -> SmallTensors:
     uneven = max(spec.block_sizes, default=0) / shards if is_shared else 0.0  # a run shares whole parameters
     for unit, small in most.items():
         in_files = state_elements(shape, unit)[0]
-        if (in_files - uneven) * FP32_BYTES < least:
-            state += min(shape.stepped(unit) if is_shared else in_files, least / FP32_BYTES)
+        if (in_files - uneven) * _FP32_BYTES < least:
+            state += min(shape.stepped(unit) if is_shared else in_files, least / _FP32_BYTES)
         elif in_files > sub_group_size(shape.num_elements):
             state += min(small, in_files)
     return SmallTensors(parameters, math.ceil(state))
@@ -184,7 +184,7 @@ def run_items(shape: ModelShape, made_bytes: int, one_memory: bool, certain: boo
 def planned_setup(shape: ModelShape, largest_parameter: int, further: tuple[BudgetItem, ...]) -> int:
     """Host memory that a planned run takes in all while stock's optimizer is set up: `stock_setup`, and of `further` what the
     process holds by then. A parameter may exceed a chunk's full size."""
-    held = sum(item.num_bytes - LATER_BYTES for item in further if item.key == MEASURED)
+    held = sum(item.num_bytes - LATER_BYTES for item in further if item.key == MEASURED_KEY)
     full = sub_group_size(shape.num_elements) + largest_parameter / shape.num_shards
     chunk = math.ceil(min(_largest_unit(shape), full))
     in_files, stepped = shape.in_files(TensorKind.STATE), shape.stepped_elements / shape.num_shards
@@ -466,7 +466,7 @@ class _Overrun:
         """What is left where no number alone is enough."""
         smallest = dataclasses.replace(self.terms, **{name: least for name, _, least in _KNOBS})
         together = " and ".join(f'"{key}": {least}' for _, key, least in _KNOBS)
-        return f"{together} would need {self.needed(smallest)}"
+        return f"{together} would need {self.needed(smallest)}: no one number in the JSON that was tried is enough"
 
     def _fitting(self, name: str, least: int) -> int | None:
         """The largest value of one term, below the present one, with which the tier fits."""

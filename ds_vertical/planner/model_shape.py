@@ -412,7 +412,7 @@ class Division:
     one_memory: bool = False
 
 
-def copied_bytes(largest_trained: int, largest: int, param_bytes: int) -> int:
+def kernel_copy_bytes(largest_trained: int, largest: int, param_bytes: int) -> int:
     """A kernel's own copy of the largest gradient, which it sums in fp32, or of the largest parameter that is not trained, in
     the kernel's order. Both: elements of a parameter."""
     return max(4 * largest_trained, param_bytes * largest)
@@ -426,7 +426,7 @@ def made_bytes(spec: ModelSpec, division: Division) -> int:
     suf = spec.suf.gradients if division.apart and spec.suf is not None else 0
     trained = min(largest, max(outside, *layers))
     made = max(_made_at_once(spec, division, max(layers)), outside - suf, suf)
-    return param_bytes * made + copied_bytes(trained, largest, param_bytes)
+    return param_bytes * made + kernel_copy_bytes(trained, largest, param_bytes)
 
 
 def _made_at_once(spec: ModelSpec, division: Division, most: int) -> int:
@@ -447,7 +447,7 @@ def _working_bytes(spec: ModelSpec, division: Division) -> int:
     in_prefix = param_bytes * (outside - (suf or 0))
     needed, largest = max(in_layer, in_head, in_prefix), spec.largest_parameter
     if division.one_memory:
-        return needed + copied_bytes(min(largest, max(outside, *layers)), largest, param_bytes)
+        return needed + kernel_copy_bytes(min(largest, max(outside, *layers)), largest, param_bytes)
     copied = 0 if trained is None else largest * param_bytes
     return max(copied + needed, made_bytes(spec, division))
 

@@ -77,7 +77,7 @@ _MORE_OF: Final = per_tier(
 )
 _NO_SECONDS: Final = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
 _estimate_s: Final = attrgetter("estimate_s")
-_LIBRARIES: Final = memory_budget.BudgetItem(Tier.HOST, "interpreter and libraries", 800 << 20, memory_budget.MEASURED)
+_LIBRARIES: Final = memory_budget.BudgetItem(Tier.HOST, "interpreter and libraries", 800 << 20, memory_budget.MEASURED_KEY)
 
 
 class PlanError(ValueError):
@@ -272,7 +272,7 @@ class _Search:
         gradients = self.task.spec.gradients(sizes.blocks_per_layer)
         if not timing.state_on_ssd or gradients is None:
             return True
-        return max(gradients) / self.task.num_ranks * memory_budget.FP32_BYTES >= self.task.least_file_bytes
+        return max(gradients) / self.task.num_ranks * 4 >= self.task.least_file_bytes
 
     @property
     def _all_blocks(self) -> list[int]:
