@@ -469,10 +469,13 @@ def _fault(forecast: Forecast, room: _Room, limit: int | None, ranks: int) -> st
         if needed <= allowed:
             return str(error)
         first, *others = str(error).splitlines()
-        others_of = _mending(forecast, room)
+        further_advice = _mending(forecast, room)
         if limit is not None:
-            others_of.append(f'"{_LIMIT}": {round(_HEADROOM * needed * ranks)} (now {limit})')
-        return "\n".join((" or ".join([first, *others_of]), *others))
+            further_advice.append(f'"{_LIMIT}": {round(_HEADROOM * needed * ranks)} (now {limit})')
+        if "; write " not in first and further_advice:
+            first, further_advice[0] = first.partition("; ")[0], f"; write {further_advice[0]}"
+            return "\n".join((first + " or ".join(further_advice), *others))
+        return "\n".join((" or ".join([first, *further_advice]), *others))
     return None
 
 

@@ -466,7 +466,8 @@ class _Overrun:
         """What is left where no number alone is enough."""
         smallest = dataclasses.replace(self.terms, **{name: least for name, _, least in _KNOBS})
         together = " and ".join(f'"{key}": {least}' for _, key, least in _KNOBS)
-        return f"{together} would need {self.needed(smallest)}: no one number in the JSON that was tried is enough"
+        needed = self.needed(smallest)
+        return f"write {together}" if needed <= self.limit else f"{together} would need {needed}, too many as well"
 
     def _fitting(self, name: str, least: int) -> int | None:
         """The largest value of one term, below the present one, with which the tier fits."""

@@ -173,7 +173,7 @@ def _changed(config: dict[str, Any], path: str, value: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "clip", "changes", "short", "advised"),
     [
-        ("llama, many layers", 1.0, {"prefetch_layers": 3}, 8 * MIB, "gradient_host_share"),
+        ("llama, many layers", 1.0, {"prefetch_layers": 3}, 8 * MIB, "sub_group_size"),
         ("gpt, tied", 0.0, {"optimizer_delay": 0.9}, 8 * MIB, "optimizer_delay"),
         ("llama, wide vocabulary", 1.0, {}, MIB, "gradient_accumulation_steps"),
     ],
