@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from ds_vertical.compat import accelerator, gradient_norm, stock_config, swap_buffers, zero_params
-from ds_vertical.config.file import num_micro_batches
+from ds_vertical.config.file import DeepSpeedJson, num_micro_batches
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks as distributed_ranks
+from ds_vertical.engine.budget.further import acco_items, compression_items, level_items
 from ds_vertical.engine.zero3.chunks import REDUCED_TOGETHER
 from ds_vertical.engine.zero3.planned_chunks import PlannedChunk, PlannedShards
 from ds_vertical.errors import MemoryBudgetError
@@ -28,22 +29,21 @@ from ds_vertical.model.kept.kinds import runs_others_code
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.offload.chunking import ALIGNMENT, FP32_BYTES, boundary, split_chunk
 from ds_vertical.offload.grad_accumulator import LARGE
-from ds_vertical.offload.masters.compressed import HALF_BYTES, low_file_bytes, value_bytes
-from ds_vertical.offload.masters.halves import BLOCK_ELEMENTS
+from ds_vertical.offload.masters.compressed import low_file_bytes, value_bytes
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.memory_budget import STATE_SHARE, STATE_SHARES, USED_BY_READING, BudgetItem, BudgetTerms
-from ds_vertical.planner.model_shape import ModelShape, SufShape
+from ds_vertical.planner.model_shape import ModelShape, SufShape, kernel_copy_bytes
 from ds_vertical.schedule.events import Unit
 from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, Placement, RunSettings, TensorKind, Tier
 
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
-_LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
 _HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes somewhat more in one start than in another
-_MEASURED: Final = "(measured)"
+_SHARES: Final = (0.75, 0.5, 0.25, 0.0)
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
-_COMPRESSION: Final = f"{SECTION}.optimizer_compression"
-_LEVELS: Final = "zero_optimization.zero_hpz_partition_size"
+
+
+_Room = tuple[int, int]  # see `host_room`
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class FileBytes:
 class Forecast:
     """What this rank will hold, from the model, the parameters that the optimizer steps (groups) and the JSON.
 
-    `host_share`: of the state that the JSON puts into files, the share that rests in host memory instead; `with_host_share`:
-    the forecast with another one.
+    `host_share`: of the state that the JSON puts into files, the share that rests in host memory instead; `changed`: the
+    forecast with another number at a path of the JSON.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Forecast:
         self._resolved = resolved
         self._json = stock_config.OffloadSettings.read(config)
         self.host_share = resolved.optimizer_host_share if self._json.state_in_files else 0.0
-        self.with_host_share: Callable[[float], Forecast] = lambda share: Forecast(
-            layers, groups, config, replace(resolved, optimizer_host_share=share)
+        self.changed: Callable[[str, float], Forecast] = lambda path, value: Forecast(
+            layers, groups, *_with_key(config, resolved, path, value)
         )
         self._one_memory = accelerator.is_one_memory()
         self._param_bytes = stock_config.element_bytes(layers.units.values(), config)
@@ -209,23 +209,20 @@ class Forecast:
 
     def further(self, baseline_bytes: int) -> tuple[BudgetItem, ...]:
         """What the formulas do not know: `baseline_bytes` of the process as it is, and working memory beside the buffers."""
-        kept = self.shape.working_bytes if self._one_memory else 0  # of what is freed, for pieces of other sizes
-        scaled = (
-            0
-            if self._certain
-            else FP32_BYTES * min(memory_budget.PART_ELEMENTS, max((c.numel for c in self.chunks), default=0))
-        )
+        largest_chunk = max((chunk.numel for chunk in self.chunks), default=0)
         largest = max((size for chunk in self.chunks for size in chunk.sizes), default=0)
         copied = gradient_norm.copied_bytes(largest) if self._one_memory and largest else 0
         return (
-            BudgetItem(Tier.HOST, "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
+            BudgetItem(
+                Tier.HOST, "interpreter and libraries", baseline_bytes + memory_budget.LATER_BYTES, memory_budget.MEASURED_KEY
+            ),
             BudgetItem(Tier.HOST, "fp64 copy for a norm", copied, "(largest parameter)"),
-            BudgetItem(Tier.HOST, "scaled gradient", scaled, "gradient_clipping"),
-            *_compression_items(self._shards, self._resolved),
+            memory_budget.scaled_gradient(largest_chunk, self._certain),
+            *compression_items(self._shards, self._resolved),
             BudgetItem(Tier.HOST, "parameters that stay fp32", self._wide_bytes, "(their dtype)"),
-            BudgetItem(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
-            *_level_items(self._layers, self._resolved, self._param_bytes),
-            *_acco_items(self._layers, self._resolved, self._param_bytes),
+            memory_budget.freed_memory(self.shape.working_bytes, self._one_memory),
+            *level_items(self._layers, self._resolved, self._param_bytes),
+            *acco_items(self._layers, self._resolved, self._param_bytes),
         )
 
     @property
@@ -240,10 +237,10 @@ class Forecast:
     def setup_bytes(self) -> int:
         """What stock's buffers and copies take while its optimizer is set up, before there are buffers of ours."""
         of_all = self.chunks if self._json.state_in_files else ()  # stock's buffers are as large as the largest of all chunks
-        state = max((chunk.numel for chunk in of_all), default=0) * FP32_BYTES
+        state = max((chunk.numel for chunk in of_all), default=0)
         staged = max((chunk.numel for chunk in self.chunks if chunk.params_in_files), default=0) * self._param_bytes
         resting = sum(chunk.numel for chunk in of_all if not chunk.state_in_files)  # masters, and stock's zeroed gradients
-        return (memory_budget.STOCK_BUFFERS + 1) * state + staged + 2 * FP32_BYTES * resting
+        return memory_budget.stock_setup(state, staged, resting)
 
     # ---- sizes
 
@@ -275,23 +272,11 @@ class Forecast:
         largest parameter that is not trained, a copy in the kernel's order."""
         params = (param for params in self._layers.units.values() for param in params)
         stepped = (param for chunk in self.chunks for param in chunk.params)
-        summed = max(map(zero_params.full_numel, stepped), default=0) * FP32_BYTES
+        summed = max(map(zero_params.full_numel, stepped), default=0)
         ids = {id(param) for chunk in self.chunks for param in chunk.params}
         gradients = max(_made_at_once(self._layers, unit, ids) for unit in self._layers.units)
-        return gradients * self._param_bytes + max(summed, max(map(zero_params.full_numel, params)) * self._param_bytes)
-
-
-def _compression_items(shards: PlannedShards, resolved: RunSettings) -> list[BudgetItem]:
-    """Low halves of the part that is being compressed, a block's halves while they are compared, and the values of parameters
-    that rest in host memory, for both generations of the files."""
-    if not resolved.optimizer_compression:
-        return []
-    largest = min(memory_budget.PART_ELEMENTS, max((chunk.numel for chunk in shards.chunks), default=0))
-    in_files = set(map(id, shards.in_files))
-    pairs = [pair for c in shards.chunks if c.state_in_files for pair in zip(c.params, c.sizes, strict=True)]
-    kept = 2 * sum(size for param, size in pairs if id(param) not in in_files)
-    numel = largest + 6 * BLOCK_ELEMENTS + kept
-    return [BudgetItem(Tier.HOST, "masters being compressed", HALF_BYTES * numel, _COMPRESSION)]
+        copied = kernel_copy_bytes(summed, max(map(zero_params.full_numel, params)), self._param_bytes)
+        return gradients * self._param_bytes + copied
 
 
 def _made_at_once(layers: LayerMap, unit: Unit, stepped: Collection[int]) -> int:
@@ -314,36 +299,6 @@ def _reduce_bytes(chunks: Sequence[PlannedChunk], num_shards: int, one_memory: b
     if one_memory:
         return copied if num_shards > 1 else 0
     return min(largest, NORM_ELEMENTS) * stock_config.norm_bytes() + copied
-
-
-def _level_items(layers: LayerMap, resolved: RunSettings, param_bytes: int) -> tuple[BudgetItem, ...]:
-    """With collectives over levels: this rank's parts of the copies that the node keeps, on the device where they stand there,
-    and what a reduction sends and receives beside its sums. The copies of two halves a step are counted by `_acco_items`."""
-    levels = resolved.levels
-    if levels.share is None:
-        return ()
-    numels = {unit: sum(map(zero_params.full_numel, params)) for unit, params in layers.units.items()}
-    sent = BudgetItem(Tier.HOST, "gradients sent over levels", 2 * FP32_BYTES * max(numels.values()), _LEVELS)
-    if resolved.acco is not None:
-        return (sent,)
-    copied = sorted((numel for unit, numel in numels.items() if isinstance(unit, int)), reverse=True)
-    outside = layers.outside.units if levels.copy_on_device else [unit for unit in layers.outside.apart if unit == PRE]
-    copied += [numels[unit] for unit in outside]
-    copies = -(-sum(copied[: round(levels.share * len(copied))]) * param_bytes // levels.ranks_per_node)
-    place, what = (Tier.DEVICE, "standing copies") if levels.copy_on_device else (Tier.HOST, "copies")
-    return (
-        BudgetItem(place, f"{what} of the weights", copies, "vertical_schedule.levels.copy_share"),
-        sent,
-    )
-
-
-def _acco_items(layers: LayerMap, resolved: RunSettings, param_bytes: int) -> tuple[BudgetItem, ...]:
-    """What two halves a step take besides."""
-    if resolved.acco is None:
-        return ()
-    numel = sum(zero_params.full_numel(param) for params in layers.units.values() for param in params)
-    ranks = distributed_ranks.world_size(), resolved.levels.ranks_per_node
-    return memory_budget.halves_items(numel, param_bytes, FP32_BYTES, *ranks)
 
 
 def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[list[nn.Parameter]]:
@@ -383,10 +338,8 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     forecast.ahead = 0
     shape, terms, further = forecast.shape, forecast.terms, forecast.further(baseline)
     items = memory_budget.budget(shape, terms, further)
-    setup = baseline + forecast.setup_bytes - memory_budget.total_bytes(items, Tier.HOST)
-    if setup > 0:
-        further = (*further, BudgetItem(Tier.HOST, "stock's set-up beyond the rest", setup, "zero_optimization.sub_group_size"))
-    fault = _fault(shape, terms, further, allowed, limit, ranks_here)
+    setup = baseline + forecast.setup_bytes
+    fault = _fault(forecast, (allowed, baseline), limit, ranks_here)
     told = distributed_ranks.all_gathered((fault, None if fault is None else _fitting_share(forecast, (allowed, baseline))))
     faults = [found for found, _ in told if found is not None]
     if faults:
@@ -394,10 +347,13 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
         raise MemoryBudgetError(_with_less_state(fault or faults[0], forecast.host_share, shares))
     whose = f"{_LIMIT} over {ranks_here} ranks" if limit is not None else "what the machine has"
     title = f"memory of this rank, activations not counted; host memory allowed: {allowed / 2**20:.0f} MiB ({whose})"
-    needed = memory_budget.total_bytes(memory_budget.budget(shape, terms, further), Tier.HOST)
-    left = max(0, allowed - needed + max(0, setup))  # the set-up is over by then
+    later = memory_budget.total_bytes(items, Tier.HOST)
+    needed, left = max(later, setup), allowed - later  # the set-up is over by then
     forecast.ahead, forecast.why_ahead = _slots_ahead(forecast, allowed - needed)
-    lines = [title, *memory_budget.budget_lines(memory_budget.budget(shape, forecast.terms, further))]
+    lines = [
+        title,
+        *memory_budget.budget_lines(memory_budget.with_setup(memory_budget.budget(shape, forecast.terms, further), setup)),
+    ]
     if forecast.waits_for_no_pair:
         lines.append(
             "no room for gradients that wait for the next micro-batch's: each is added to its sum by itself; same values"
@@ -455,19 +411,40 @@ def _slots_ahead(forecast: Forecast, left: int) -> tuple[int, str]:
     return count, f"{count} of {wanted} pieces of state that wait for the norm, limited by {limit}"
 
 
-def _fitting_share(forecast: Forecast, room: tuple[int, int]) -> float | None:
+def _fits_with(forecast: Forecast, room: _Room, path: str, value: float) -> bool:
+    """Whether the run fits with another number at a path of the JSON."""
+    (allowed, baseline), pairs, forecast = room, forecast.pairs, forecast.changed(path, value)
+    forecast.pairs = pairs
+    items = memory_budget.budget(forecast.shape, forecast.terms, forecast.further(baseline))
+    return max(memory_budget.total_bytes(items, Tier.HOST), baseline + forecast.setup_bytes) <= allowed
+
+
+def _fitting_share(forecast: Forecast, room: _Room) -> float | None:
     """The largest share of the state in host memory that fits, where the present one is what does not; None where none is."""
 
     def fits(share: float) -> bool:
-        allowed, baseline = room
-        other = forecast.with_host_share(share)
-        other.pairs = forecast.pairs
-        items = memory_budget.budget(other.shape, other.terms, other.further(baseline))
-        return max(memory_budget.total_bytes(items, Tier.HOST), baseline + other.setup_bytes) <= allowed
+        return _fits_with(forecast, room, STATE_SHARE, share)
 
     now = forecast.host_share
     tried = (count / STATE_SHARES for count in range(STATE_SHARES - 1, -1, -1))
     return None if not now or fits(now) else next((share for share in tried if share < now and fits(share)), None)
+
+
+def _mending(forecast: Forecast, room: _Room) -> list[str]:
+    """Numbers in the JSON, besides those of `check_budget` and the state's share, each of which alone makes the run fit."""
+    resolved, sub_group = forecast._resolved, forecast._json.sub_group_size
+    halves = [sub_group >> n for n in range(1, sub_group.bit_length())]
+    tried: list[tuple[str, float, Sequence[float]]] = [(memory_budget.SUB_GROUP, sub_group, halves)]
+    if forecast.state_in_files and not resolved.keep_gradients:
+        tried.append((f"{SECTION}.gradient_host_share", resolved.gradient_host_share, _SHARES))
+    if forecast.timing.possible and forecast.timing.certain:
+        tried.append((f"{SECTION}.optimizer_delay", forecast.timing.delay, _SHARES))
+    found = []
+    for path, now, values in tried:
+        fitting = (value for value in values if value < now and _fits_with(forecast, room, path, value))
+        if (value := next(fitting, None)) is not None:
+            found.append(f'"{path}": {value:g} (now {now:g})' if value % 1 else f'"{path}": {int(value)} (now {now:g})')
+    return found
 
 
 def _with_less_state(fault: str, now: float, shares: Sequence[float | None]) -> str:
@@ -480,20 +457,34 @@ def _with_less_state(fault: str, now: float, shares: Sequence[float | None]) -> 
     return "\n".join((f'{first} or "{STATE_SHARE}": {min(fitting):g} (now {now:g})', *others))
 
 
-def _fault(
-    shape: ModelShape, terms: BudgetTerms, further: tuple[BudgetItem, ...], allowed: int, limit: int | None, ranks: int
-) -> str | None:
+def _fault(forecast: Forecast, room: _Room, limit: int | None, ranks: int) -> str | None:
+    """Why the run does not fit, and what makes it fit; None where it does."""
+    allowed, baseline = room
+    shape, terms, further, setup = forecast.shape, forecast.terms, forecast.further(baseline), baseline + forecast.setup_bytes
     limits = {Tier.HOST: allowed, Tier.DEVICE: accelerator.free_device_bytes()}
     try:
-        memory_budget.check_budget(shape, terms, further, limits)
+        memory_budget.check_budget(shape, terms, further, limits, setup)
     except MemoryBudgetError as error:
-        needed = memory_budget.total_bytes(memory_budget.budget(shape, terms, further), Tier.HOST)
-        if limit is None or needed <= allowed:
+        needed = max(memory_budget.total_bytes(memory_budget.budget(shape, terms, further), Tier.HOST), setup)
+        if needed <= allowed:
             return str(error)
-        needed *= ranks
         first, *others = str(error).splitlines()
-        return "\n".join((f'{first} or "{_LIMIT}": {round(_HEADROOM * needed)} (now {limit})', *others))
+        further_advice = _mending(forecast, room)
+        if limit is not None:
+            further_advice.append(f'"{_LIMIT}": {round(_HEADROOM * needed * ranks)} (now {limit})')
+        if "; write " not in first and further_advice:
+            first, further_advice[0] = first.partition("; ")[0], f"; write {further_advice[0]}"
+            return "\n".join((first + " or ".join(further_advice), *others))
+        return "\n".join((" or ".join([first, *further_advice]), *others))
     return None
+
+
+def _with_key(config: DeepSpeedJson, resolved: RunSettings, path: str, value: float) -> tuple[DeepSpeedJson, RunSettings]:
+    """The JSON and the settings with another number at a path: of the section, or of DeepSpeed's `zero_optimization`."""
+    section, key = path.split(".")
+    if section == SECTION:
+        return config, replace(resolved, **{key: value})
+    return {**config, section: {**config[section], key: value}}, resolved
 
 
 def _share(value: float) -> float:

@@ -20,12 +20,13 @@ from ds_vertical.model.kept.block_backward import is_apart
 from ds_vertical.model.state.restart import GradientMissed
 from ds_vertical.model.tensor_refs import is_alone
 from ds_vertical.schedule.events import Unit
+from ds_vertical.types import LARGE_GRADIENT
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
-LARGE = 1 << 18  # elements from which on a gradient is added as soon as it is made
+LARGE = LARGE_GRADIENT
 _PIECE = 1 << 19  # elements that are added to at a time, or more: in fp32 as much as two cores' second caches hold
 _GRAIN = 1 << 15  # of which torch gives each thread this many at least
 

@@ -228,7 +228,7 @@ class Candidate:
     def items(self) -> tuple[memory_budget.BudgetItem, ...]:
         """The memory budget, and what rests on this rank's SSD."""
         in_memory = memory_budget.budget(self.shape, self.case.terms, self.case.further)
-        return in_memory + memory_budget.ssd_items(self.shape, self.case.terms)
+        return memory_budget.with_setup(in_memory, self.case.setup_bytes) + memory_budget.ssd_items(self.shape, self.case.terms)
 
     @property
     def ssd_bytes(self) -> float:
@@ -492,6 +492,7 @@ def _seconds(entry: tuple[LpProblem, Solution]) -> float:
 def _shared(case: LpProblem, share: float, delays: Sequence[float]) -> Iterator[LpProblem]:
     shape = with_state_in_memory(replace(case.shape, placement=Placement.of(state_on_ssd=1.0), kept=None), share)
     limits = beside_state(case.limits, shape)
+    setup = case.setup_bytes + memory_budget.stock_setup(0, 0, math.ceil(share * shape.stepped_elements / shape.num_shards))
     for delay in delays:
         terms = replace(case.terms, held_share=held_share(case, delay, 1 - share), pairs=False, shares_state=True)
-        yield replace(case, shape=shape, terms=terms, delay=delay, limits=limits)
+        yield replace(case, shape=shape, terms=terms, delay=delay, limits=limits, setup_bytes=setup)

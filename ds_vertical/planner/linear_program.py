@@ -120,7 +120,7 @@ class LpProblem:
     `limits`: bytes per tier on this rank's part of the machine. `early`: the rest beside the delayed share is stepped in the
     backward; otherwise every gradient waits for the norm, and all steps come in the next forward. `menu`: what a layer may keep
     of its forward; `keep_tiers`: where; `keep_share`: of the cells, those that keep (None: as many as pays). `fixed`: shares
-    that are given, by name.
+    that are given, by name. `setup_bytes`: of host memory, while stock's optimizer is set up.
     """
 
     shape: ModelShape
@@ -134,6 +134,7 @@ class LpProblem:
     keep_tiers: tuple[Tier, ...] = tuple(Tier)
     keep_share: float | None = None
     fixed: Mapping[str, float] = field(default_factory=dict)
+    setup_bytes: float = 0.0
 
     @cached_property
     def kept(self) -> Mapping[str, tuple[PolicyPoint, Tier]]:
@@ -265,7 +266,8 @@ def shortage(case: LpProblem) -> dict[Tier, float]:
     bounds = [*_bounds(case, _SHARES), *([(0.0, None)] * len(rows))]
     best: Any = linprog([0.0] * len(_SHARES) + [1.0] * len(rows), matrix, limits, bounds=bounds, method="highs")
     lacking = zip(rows, best.x[len(_SHARES) :], strict=True)
-    return {tier: float(part) * row.scale / (1 - _SPARE) for row, part in lacking if part > 1e-9 for tier in [_tier_of(row)]}
+    short = sorted((float(part) * row.scale / (1 - _SPARE), _tier_of(row)) for row, part in lacking if part > 1e-9)
+    return {tier: num_bytes for num_bytes, tier in short}  # of a tier's rows that which lacks most
 
 
 def _tier_of(row: Constraint) -> Tier:
@@ -445,6 +447,8 @@ def _memory_rows(case: LpProblem, spare: float = 0.0) -> Iterator[Constraint]:
         row = each | _kept_bytes(case, *_counted_in(tier, case.machine.one_memory))
         base += _kept_buffers(case, tier)
         yield Constraint(f"{tier} memory", row, limit * (1 - spare) - base, max(1.0, abs(limit)))
+        if tier is Tier.HOST and case.setup_bytes:
+            yield Constraint(f"{tier} memory at set-up", {}, limit * (1 - spare) - case.setup_bytes, max(1.0, abs(limit)))
 
 
 @lru_cache(maxsize=1024)  # the ways to keep of a case have these in common
@@ -482,8 +486,9 @@ def _with_everything(placement: Placement, kind: TensorKind, tier: Tier) -> Plac
 
 
 def tier_bytes(problem: LpProblem, placement: Placement, tier: Tier) -> float:
-    """Bytes in a tier with things resting as `placement` says."""
-    return _bytes(replace(problem.shape, placement=placement), problem.terms, problem.further)[tier]
+    """Bytes in a tier with things resting as `placement` says, while the most are there."""
+    needed = _bytes(replace(problem.shape, placement=placement), problem.terms, problem.further)[tier]
+    return max(needed, problem.setup_bytes) if tier is Tier.HOST else needed
 
 
 def _bytes(

@@ -3,7 +3,7 @@
 P elements of this rank, M micro-batches, L layers, layers of at most N elements, window w, A bytes per activation:
 
     host    parameter buffers    b N and `pre`, in the parameters' dtype; b of `layer_buffers`, which is w + 3
-            optimizer slots      slots x part x (state + parameter bytes)
+            optimizer slots      slots x part x state bytes
             state read ahead     as many further slots as were chosen
             gradients            4P of the share that waits there, 4N of a few layers for what is stepped early or goes to SSD
             activations          M L A of the share that is kept there
@@ -36,13 +36,18 @@ from types import MappingProxyType
 from typing import Final
 
 from ds_vertical.errors import MemoryBudgetError
-from ds_vertical.planner.model_shape import ModelShape, state_elements, state_file_bytes, suf_files
+from ds_vertical.planner.model_shape import ModelShape, ModelSpec, SmallTensors, state_elements, state_file_bytes, suf_files
 from ds_vertical.schedule.events import LEAD, MAX_STEPS
 from ds_vertical.types import NORM_COPIED, NORM_ELEMENTS, PRE, SUF, TensorKind, Tier, TierBytes, Unit
 
 SLOTS: Final = 4  # pieces of state in the optimizer's pipeline at a time
 PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
 STOCK_BUFFERS: Final = 4  # what stock needs for its own uses of a chunk of state: master, moments, gradient
+LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
+SUB_GROUP: Final = "zero_optimization.sub_group_size"
+_FP32_BYTES: Final = 4
+_LARGE_MODEL: Final = 1_000_000_000  # elements of a model, from which on chunks are large
+MEASURED_KEY: Final = "(measured)"
 STATE_SHARE: Final = "vertical_schedule.optimizer_host_share"
 STATE_SHARES: Final = 20  # of the optimizer's state in host memory, which are tried
 USED_BY_STATE: Final = 0.8  # of the host memory that all else leaves, where such a share is chosen
@@ -123,6 +128,83 @@ def norm_copy(largest_parameter: int, one_memory: bool) -> BudgetItem:
     return BudgetItem(Tier.HOST, "fp64 copy for a norm", num_bytes, "(largest parameter)")
 
 
+def freed_memory(working_bytes: int, one_memory: bool) -> BudgetItem:
+    """What the C library keeps of what a backward frees, for pieces of other sizes."""
+    kept = working_bytes if one_memory else 0
+    return BudgetItem(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu")
+
+
+def scaled_gradient(largest_chunk: int, certain: bool) -> BudgetItem:
+    """A piece of a gradient, multiplied for clipping or the loss scale; none where early steps are `certain` to be final.
+    `largest_chunk`: elements."""
+    num_bytes = 0 if certain else 4 * min(PART_ELEMENTS, largest_chunk)
+    return BudgetItem(Tier.HOST, "scaled gradient", num_bytes, "gradient_clipping")
+
+
+def sub_group_size(num_elements: int) -> int:
+    """DeepSpeed's key in a plan for a model of so many elements: those with which a chunk of the optimizer's state is full."""
+    return 100_000_000 if num_elements >= _LARGE_MODEL else 8_000_000
+
+
+def as_run(shape: ModelShape, spec: ModelSpec, one_memory: bool, least_file_bytes: int) -> ModelShape:
+    """`shape` with what a run of `spec` takes besides: for a REDUCE, and what has no file."""
+    small = _small(shape, spec, least_file_bytes)
+    return dataclasses.replace(shape, reduce_bytes=reduce_bytes(spec.largest_parameter, one_memory), small=small)
+
+
+def _small(shape: ModelShape, spec: ModelSpec, least: int) -> SmallTensors:
+    """Of this rank's parameters those that make no file, and those whose state may make none: their unit has no others, a
+    share of it leaves so little, or it is cut into chunks, the last of which may have no others. `least`: bytes of a file."""
+    shards, blocks = shape.num_shards, len(spec.block_elements)
+    sizes = [*blocks * spec.block_sizes, *spec.outside_sizes]
+    parameters = sum(size for size in sizes if size // shards * shape.param_bytes < least) // shards
+    in_block, outside = (
+        sum(size for size in each if size // shards * _FP32_BYTES < least) / shards
+        for each in (spec.block_sizes, spec.outside_sizes)
+    )
+    most: dict[Unit, float] = dict.fromkeys(shape.outside.units, outside)
+    most |= {layer: in_block * math.ceil(blocks / shape.num_layers) for layer in range(shape.num_layers)}
+    state, is_shared = 0.0, 0 < shape.in_files(TensorKind.STATE) < 1
+    uneven = max(spec.block_sizes, default=0) / shards if is_shared else 0.0  # a run shares whole parameters
+    for unit, small in most.items():
+        in_files = state_elements(shape, unit)[0]
+        if (in_files - uneven) * _FP32_BYTES < least:
+            state += min(shape.stepped(unit) if is_shared else in_files, least / _FP32_BYTES)
+        elif in_files > sub_group_size(shape.num_elements):
+            state += min(small, in_files)
+    return SmallTensors(parameters, math.ceil(state))
+
+
+def run_items(shape: ModelShape, made_bytes: int, one_memory: bool, certain: bool) -> tuple[BudgetItem, ...]:
+    """What a planned run takes beside what the formulas know, as `engine.memory_check` counts it of a real one. `made_bytes`:
+    see `model_shape.made_bytes`."""
+    return freed_memory(made_bytes, one_memory), scaled_gradient(math.ceil(_largest_unit(shape)), certain)
+
+
+def planned_setup(shape: ModelShape, largest_parameter: int, further: tuple[BudgetItem, ...]) -> int:
+    """Host memory that a planned run takes in all while stock's optimizer is set up: `stock_setup`, and of `further` what the
+    process holds by then. A parameter may exceed a chunk's full size."""
+    held = sum(item.num_bytes - LATER_BYTES for item in further if item.key == MEASURED_KEY)
+    full = sub_group_size(shape.num_elements) + largest_parameter / shape.num_shards
+    chunk = math.ceil(min(_largest_unit(shape), full))
+    in_files, stepped = shape.in_files(TensorKind.STATE), shape.stepped_elements / shape.num_shards
+    staged = chunk * shape.param_bytes if shape.in_files(TensorKind.PARAMETERS) else 0
+    return held + (stock_setup(chunk, staged, math.ceil((1 - in_files) * stepped)) if in_files else staged)
+
+
+def with_setup(items: tuple[BudgetItem, ...], setup_bytes: float) -> tuple[BudgetItem, ...]:
+    """`items`, and what the set-up, which takes `setup_bytes` of host memory in all, takes beyond them, if anything."""
+    beyond = round(setup_bytes) - total_bytes(items, Tier.HOST)
+    return (*items, BudgetItem(Tier.HOST, "stock's set-up beyond the rest", beyond, SUB_GROUP)) if beyond > 0 else items
+
+
+def stock_setup(state_chunk: int, staged_bytes: int, resting: int) -> int:
+    """What stock's buffers and copies take while its optimizer is set up: its buffers for a chunk of state, as large as the
+    largest one that may go to SSD (`state_chunk`), and an fp32 copy; the same chunk's parameters on their way (`staged_bytes`);
+    masters and zeroed gradients of the elements whose state rests in memory instead (`resting`)."""
+    return (STOCK_BUFFERS + 1) * 4 * state_chunk + staged_bytes + 2 * 4 * resting
+
+
 def halves_items(
     num_elements: int, param_bytes: int, gradient_bytes: int, num_ranks: int, copy_ranks: int
 ) -> tuple[BudgetItem, ...]:
@@ -186,14 +268,17 @@ def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     buffers = layer_buffers(terms.window, sum(map(bool, layer_files))) * max(layer_files) + outside_files
     yield _item(Tier.HOST, "parameter buffers", buffers, "vertical_schedule.prefetch_layers")
     resting = rank * shape.param_bytes * shape.placement.share(TensorKind.PARAMETERS, Tier.HOST)
+    resting += shape.small.parameters * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
     yield _item(Tier.HOST, "parameters at rest", resting, "zero_optimization.offload_param.device")
     stepped = shape.stepped_elements / shape.num_shards
     resting = stepped * shape.state_bytes * shape.placement.share(TensorKind.STATE, Tier.HOST)
+    resting += shape.small.state * shape.state_bytes
     key = STATE_SHARE if terms.shares_state else "zero_optimization.offload_optimizer.device"
     yield _item(Tier.HOST, "optimizer state at rest", resting, key)
     yield _item(Tier.HOST, "optimizer slots", terms.slots * slot_bytes(shape, terms), _IN_FLIGHT)
     yield _item(Tier.HOST, "state read ahead", terms.ahead * slot_bytes(shape, terms), READ_AHEAD)
-    yield _item(Tier.HOST, "gradients", _gradients(shape, terms) * shape.gradient_bytes, "vertical_schedule.optimizer_delay")
+    decides = "optimizer_delay" if terms.held_share < 1 else "gradient_host_share"  # nothing is stepped early for good
+    yield _item(Tier.HOST, "gradients", _gradients(shape, terms) * shape.gradient_bytes, f"vertical_schedule.{decides}")
     kept = terms.num_micro_batches * shape.num_layers * shape.activation_bytes
     kept *= shape.placement.share(TensorKind.ACTIVATIONS, Tier.HOST)
     yield _item(Tier.HOST, "activations", kept, "gradient_accumulation_steps")
@@ -220,8 +305,8 @@ def slot_bytes(shape: ModelShape, terms: BudgetTerms) -> float:
     if shape.slot_bytes is not None:
         return shape.slot_bytes
     gradient = shape.gradient_bytes if shape.in_files(TensorKind.GRADIENTS) and terms.held_share else 0
-    written = shape.state_bytes + shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
-    return _largest_piece(shape) * ((written if shape.in_files(TensorKind.STATE) else 0.0) + gradient)
+    state = shape.state_bytes if shape.in_files(TensorKind.STATE) else 0
+    return _largest_piece(shape) * (state + gradient)
 
 
 def _gradients(shape: ModelShape, terms: BudgetTerms) -> float:
@@ -237,7 +322,7 @@ def _gradients(shape: ModelShape, terms: BudgetTerms) -> float:
         sums = passing * (1.0 if _aliased(shape, terms) else 1 - waits)
     elif on_ssd and _aliased(shape, terms):
         sums = min(rank, largest + outside)
-    return waits * (rank * (1 - on_ssd) + passing * on_ssd) + sums
+    return waits * (rank * (1 - on_ssd) + passing * on_ssd) + sums + (1 - waits) * shape.small.state
 
 
 def _device(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
@@ -275,11 +360,15 @@ def backward_bytes(shape: ModelShape, terms: BudgetTerms) -> int:
 
 
 def _largest_piece(shape: ModelShape) -> float:
-    """Elements of the largest piece that goes through the optimizer's pipeline: units are cut into equal ones."""
-    shards = [shape.stepped(unit) for unit in shape.outside.around(range(shape.num_layers))]
-    if shape.part_elements is None:
-        return max(shards)
-    return max(shard / max(1, math.ceil(shard / shape.part_elements)) for shard in shards)
+    """Elements of the largest piece that goes through the optimizer's pipeline, at most: where a unit is cut depends on its
+    parameters' sizes and on what of it is stepped early."""
+    largest = _largest_unit(shape)
+    return largest if shape.part_elements is None else min(largest, shape.part_elements)
+
+
+def _largest_unit(shape: ModelShape) -> float:
+    """Elements that this rank's optimizer steps of the unit that has most of them."""
+    return max(shape.stepped(unit) for unit in shape.outside.around(range(shape.num_layers)))
 
 
 def num_pieces(shape: ModelShape) -> int:
@@ -325,13 +414,17 @@ def budget_lines(items: tuple[BudgetItem, ...]) -> list[str]:
 
 
 def check_budget(
-    shape: ModelShape, terms: BudgetTerms, further: tuple[BudgetItem, ...] = (), limits: TierBytes = MappingProxyType({})
+    shape: ModelShape,
+    terms: BudgetTerms,
+    further: tuple[BudgetItem, ...] = (),
+    limits: TierBytes = MappingProxyType({}),
+    setup_bytes: int = 0,
 ) -> tuple[BudgetItem, ...]:
-    """The budget, if each tier's items fit into the bytes of `limits` (a tier without any is not checked). Raises
-    MemoryBudgetError for all tiers at once."""
-    items = budget(shape, terms, further)
+    """The budget, if each tier's items fit into the bytes of `limits` (a tier without any is not checked). `setup_bytes`: of
+    host memory in all while stock's optimizer is set up. Raises MemoryBudgetError for all tiers at once."""
+    items = with_setup(budget(shape, terms, further), setup_bytes)
     found = [
-        _Overrun(shape, terms, further, tier, limit)
+        _Overrun(shape, terms, further, tier, limit, setup_bytes)
         for tier, limit in limits.items()
         if limit is not None and total_bytes(items, tier) > limit
     ]
@@ -349,10 +442,15 @@ class _Overrun:
     further: tuple[BudgetItem, ...]
     tier: Tier
     limit: float
+    setup_bytes: int
+
+    def items(self, terms: BudgetTerms) -> tuple[BudgetItem, ...]:
+        """What the run needs with `terms`."""
+        return with_setup(budget(self.shape, terms, self.further), self.setup_bytes)
 
     def needed(self, terms: BudgetTerms) -> int:
         """Bytes of the tier that the run needs with `terms`."""
-        return total_bytes(budget(self.shape, terms, self.further), self.tier)
+        return total_bytes(self.items(terms), self.tier)
 
     def fault(self) -> str:
         """The message: bytes needed and allowed, and each number in the JSON whose change alone makes the run fit."""
@@ -360,16 +458,16 @@ class _Overrun:
         fitting = [(key, name, self._fitting(name, least)) for name, key, least in _KNOBS]
         remedies = [f'"{key}": {value} (now {getattr(self.terms, name)})' for key, name, value in fitting if value is not None]
         remedy = f"write {' or '.join(remedies)}" if remedies else self._advice()
-        return f"{self.tier} memory: needs {needed} bytes, {self.limit} are allowed, {needed - self.limit} too few; {remedy}"
+        most = max((item for item in self.items(self.terms) if item.tier == self.tier), key=lambda item: item.num_bytes)
+        short = f"{needed - self.limit} too few (most is {most.what}: {most.num_bytes})"
+        return f"{self.tier} memory: needs {needed} bytes, {self.limit} are allowed, {short}; {remedy}"
 
     def _advice(self) -> str:
-        """What to change where no number alone is enough."""
+        """What is left where no number alone is enough."""
         smallest = dataclasses.replace(self.terms, **{name: least for name, _, least in _KNOBS})
         together = " and ".join(f'"{key}": {least}' for _, key, least in _KNOBS)
-        items = budget(self.shape, self.terms, self.further)
-        item = next(item for item in items if item.tier == self.tier and not item.key.startswith("("))
-        most = f"most is {item.what}, {item.num_bytes} bytes: change {item.key}"
-        return f"{together} would need {self.needed(smallest)}; {most}"
+        needed = self.needed(smallest)
+        return f"write {together}" if needed <= self.limit else f"{together} would need {needed}, too many as well"
 
     def _fitting(self, name: str, least: int) -> int | None:
         """The largest value of one term, below the present one, with which the tier fits."""

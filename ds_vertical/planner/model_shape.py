@@ -11,7 +11,7 @@ from ds_vertical.errors import CostsError
 from ds_vertical.planner.kept_activations import KeepMenu, KeptShare, PolicyPoint, concave, mean_menu, thinned
 from ds_vertical.planner.network import Network
 from ds_vertical.schedule.events import Outside
-from ds_vertical.types import PRE, SUF, ActivationPolicy, Placement, TensorKind, Unit, check_number, refuse
+from ds_vertical.types import LARGE_GRADIENT, PRE, SUF, ActivationPolicy, Placement, TensorKind, Unit, check_number, refuse
 
 REPLAY_S: Final = 10e-6  # of the host, for an operation that a recompute with left-out operations runs (assumed)
 _HALF_BYTES: Final = 2  # of a master: its low half, or the bf16 parameter that has the other one
@@ -26,6 +26,15 @@ class SufShape:
     elements: int
     gradients: int
     files: int | None = None
+
+
+@dataclass(frozen=True)
+class SmallTensors:
+    """What stays in host memory wherever the JSON puts it, since DeepSpeed makes no files so small: elements of this rank's
+    `parameters`, and of those whose optimizer `state` does."""
+
+    parameters: int = 0
+    state: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,8 @@ class ModelShape:
     what the suffix alone uses (null: that belongs to `pre`); `apart`: the units outside the layers that are away where other
     code runs, see `Outside`. `network`: how the ranks lie on nodes (null: collectives take no time). `state_places`: of units
     with other shares than the placement's, the elements whose state this rank has in files and in memory. `compressed`: of each
-    master in files the low half is read and written; any step but an early one reads the parameter, too. Raises CostsError.
+    master in files the low half is read and written; any step but an early one reads the parameter, too.
+    `small`: what files are too small for (none, where `files` and `placement` leave it out). Raises CostsError.
     """
 
     pre_elements: int
@@ -75,6 +85,7 @@ class ModelShape:
     network: Network | None = None
     state_places: tuple[tuple[Unit, float, float], ...] = ()
     compressed: bool = False
+    small: SmallTensors = SmallTensors()
 
     def __post_init__(self) -> None:
         if not self.layer_elements:
@@ -256,7 +267,8 @@ class ModelSpec:
     `trained`: of the elements outside the blocks and of each block, those that are trained (None: all). `block_frozen_flops`
     and `head_frozen_flops`: of the forward's operations, those with weights that are not trained. `menus`: what each kind of
     block may keep for its backward. `suf`: of the elements outside the blocks, those that the suffix alone uses (null: none are
-    known to be such); `apart`: the units outside the layers that may be away (`layers`, [Note: two ends]).
+    known to be such); `apart`: the units outside the layers that may be away (`layers`, [Note: two ends]). `block_sizes`:
+    elements of each parameter of the largest block, `outside_sizes`: of each outside the blocks (none: no parameter is small).
     """
 
     name: str
@@ -277,6 +289,8 @@ class ModelSpec:
     head_frozen_flops: float = 0.0
     suf: SufShape | None = None
     apart: tuple[Unit, ...] = ()
+    block_sizes: tuple[int, ...] = ()
+    outside_sizes: tuple[int, ...] = ()
 
     @property
     def num_elements(self) -> int:
@@ -385,7 +399,7 @@ def shaped(shape: ModelShape, seconds: Seconds, blocks_per_layer: int = 1) -> Mo
 class Division:
     """How a model and its batch are cut up: `sequences` of a micro-batch, blocks of a layer, ranks that share each parameter
     (`num_shards`); `generations`, `part_elements`, `placement` and `network` as in `ModelShape`. `apart`: what lies outside the
-    layers is fetched where it is used, as far as the model lets it."""
+    layers is fetched where it is used, as far as the model lets it. `one_memory`: device and host are one."""
 
     sequences: int
     blocks_per_layer: int = 1
@@ -395,21 +409,47 @@ class Division:
     placement: Placement = Placement()
     apart: bool = False
     network: Network | None = None
+    one_memory: bool = False
+
+
+def kernel_copy_bytes(largest_trained: int, largest: int, param_bytes: int) -> int:
+    """A kernel's own copy of the largest gradient, which it sums in fp32, or of the largest parameter that is not trained, in
+    the kernel's order. Both: elements of a parameter."""
+    return max(4 * largest_trained, param_bytes * largest)
+
+
+def made_bytes(spec: ModelSpec, division: Division) -> int:
+    """What a backward needs besides parameters, sums and what autograd keeps: gradients that have been made and not added yet,
+    of a layer the small ones and a large one, of the code around the layers all; and a kernel's own copy."""
+    param_bytes, largest = DTYPE_BYTES[spec.dtype], spec.largest_parameter
+    outside, *layers = spec.gradients(division.blocks_per_layer) or (spec.pre_elements, *spec.layers(division.blocks_per_layer))
+    suf = spec.suf.gradients if division.apart and spec.suf is not None else 0
+    trained = min(largest, max(outside, *layers))
+    made = max(_made_at_once(spec, division, max(layers)), outside - suf, suf)
+    return param_bytes * made + kernel_copy_bytes(trained, largest, param_bytes)
+
+
+def _made_at_once(spec: ModelSpec, division: Division, most: int) -> int:
+    """Elements of a layer's gradients that are there at a time, of `most` that it has."""
+    small = sum(size for size in spec.block_sizes if size < LARGE_GRADIENT)
+    return min(most, division.blocks_per_layer * small + spec.largest_parameter)
 
 
 def _working_bytes(spec: ModelSpec, division: Division) -> int:
-    """What a backward needs besides parameters and sums: gradients that have been made and not added yet (of a layer one at a
-    time, of the code around the layers all), and what autograd keeps of the forward; of a frozen parameter a copy in a
-    kernel's order."""
+    """What a backward needs besides parameters and sums, with what autograd keeps of the forward. A device's kernels make no
+    copies while the most of that is there, those of the host do."""
     param_bytes, trained = DTYPE_BYTES[spec.dtype], spec.gradients(division.blocks_per_layer)
     outside, *layers = trained or (spec.pre_elements, *spec.layers(division.blocks_per_layer))
     suf = spec.suf.gradients if division.apart and spec.suf is not None else None
     in_block, in_suffix = (division.sequences * saved for saved in (spec.block_saved_bytes, spec.head_saved_bytes))
-    in_layer = param_bytes * min(spec.largest_parameter, max(layers)) + division.blocks_per_layer * in_block
+    in_layer = param_bytes * _made_at_once(spec, division, max(layers)) + division.blocks_per_layer * in_block
     in_head = param_bytes * (outside if suf is None else suf) + in_suffix + in_block
     in_prefix = param_bytes * (outside - (suf or 0))
-    copied = 0 if trained is None else spec.largest_parameter * param_bytes
-    return copied + max(in_layer, in_head, in_prefix)
+    needed, largest = max(in_layer, in_head, in_prefix), spec.largest_parameter
+    if division.one_memory:
+        return needed + kernel_copy_bytes(min(largest, max(outside, *layers)), largest, param_bytes)
+    copied = 0 if trained is None else largest * param_bytes
+    return max(copied + needed, made_bytes(spec, division))
 
 
 def shape_of(spec: ModelSpec, seconds: Seconds, division: Division) -> ModelShape:

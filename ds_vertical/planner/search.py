@@ -50,7 +50,7 @@ from ds_vertical.planner.candidate import (
 )
 from ds_vertical.planner.linear_program import LpProblem, Solution
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
+from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, made_bytes, shape_of
 from ds_vertical.planner.network import Network, level_choice, other_networks
 from ds_vertical.types import TensorKind, Tier, TierBytes, per_tier
 
@@ -75,11 +75,9 @@ _MORE_OF: Final = per_tier(
         Tier.SSD: "free on the SSD (--nvme-path on another one)",
     }
 )
-_FP32_BYTES: Final = 4
-_LEAST_FILE_BYTES: Final = 1 << 20  # DeepSpeed keeps smaller tensors in memory
 _NO_SECONDS: Final = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
 _estimate_s: Final = attrgetter("estimate_s")
-_LIBRARIES: Final = memory_budget.BudgetItem(Tier.HOST, "interpreter and libraries", 800 << 20, "(measured)")
+_LIBRARIES: Final = memory_budget.BudgetItem(Tier.HOST, "interpreter and libraries", 800 << 20, memory_budget.MEASURED_KEY)
 
 
 class PlanError(ValueError):
@@ -94,7 +92,7 @@ class Task:
     `speculation`: with clipping, expect that the norm asks for none, so that layers are stepped early and nothing is redone.
     `stop`: end the run at a norm that is not finite (None: where that is what fits). `keep`: plan what forwards keep.
     `flops_per_byte`: of this device, operations in the time of a byte of its memory. `network`: how the ranks lie on nodes;
-    `rounding`: they may round what they send each other.
+    `rounding`: they may round what they send each other. `least_file_bytes`: of a tensor's shard, from which on it has a file.
     """
 
     spec: ModelSpec
@@ -109,11 +107,17 @@ class Task:
     flops_per_byte: float = 0.0
     network: Network = Network()
     rounding: bool = False
+    least_file_bytes: int = 1 << 20
 
     @property
     def ranks_per_node(self) -> int:
         """Ranks that share a host's memory and SSD."""
         return self.num_ranks // self.network.num_nodes
+
+    @property
+    def certain(self) -> bool:
+        """Whether every step is final before its norm is known: none is clipped, nor skipped for a loss scale."""
+        return self.clip == 0 and self.spec.dtype != "fp16"
 
     def counts(self) -> Iterator[tuple[int, int]]:
         """(sequences per micro-batch, M) with `tokens` or the least above it."""
@@ -268,7 +272,7 @@ class _Search:
         gradients = self.task.spec.gradients(sizes.blocks_per_layer)
         if not timing.state_on_ssd or gradients is None:
             return True
-        return max(gradients) / self.task.num_ranks * _FP32_BYTES >= _LEAST_FILE_BYTES
+        return max(gradients) / self.task.num_ranks * 4 >= self.task.least_file_bytes
 
     @property
     def _all_blocks(self) -> list[int]:
@@ -281,9 +285,9 @@ class _Search:
     def _timings(self, state_on_ssd: float) -> Iterator[_Timing]:
         """Only state on SSD has a second generation, without which nothing is stepped before the norm but in place."""
         task, delays = self.task, [delay for delay in DELAYS if delay < 1]
-        if (task.clip == 0 or task.speculation) and state_on_ssd and not (task.stop and task.clip == 0):
+        if (task.certain or task.speculation) and state_on_ssd and not (task.stop and task.certain):
             yield from (_Timing(state_on_ssd, delay, True) for delay in delays)
-        if task.clip == 0 and state_on_ssd and (task.stop or (task.stop is None and self._lacks_generations)):
+        if task.certain and state_on_ssd and (task.stop or (task.stop is None and self._lacks_generations)):
             yield from (_Timing(state_on_ssd, delay, True, True) for delay in delays)
         yield _Timing(state_on_ssd, 1.0, False)
 
@@ -295,30 +299,30 @@ class _Search:
 
     def _case(self, sizes: _Sizes, timing: _Timing, seconds: Seconds | None = None) -> LpProblem:
         """`seconds`: of the pieces; None where only memory matters."""
-        delay, early, task = timing.delay, timing.early, self.task
+        delay, early, task, one_memory = timing.delay, timing.early, self.task, self.machine.one_memory
         division = Division(
-            sizes.sequences,
-            sizes.blocks_per_layer,
-            num_shards=self.task.num_ranks,
+            *(sizes.sequences, sizes.blocks_per_layer, task.num_ranks),
             generations=2 if early and not timing.in_place else 1,
             part_elements=memory_budget.PART_ELEMENTS,
-            apart=not self.machine.one_memory,  # which the plan writes: `outside_layers`
+            apart=not one_memory,  # which the plan writes: `outside_layers`
             network=task.network if task.network.num_ranks > 1 else None,
+            one_memory=one_memory,
         )
         on_ssd = timing.state_on_ssd
-        held = memory_budget.waiting_share(delay, on_ssd) if early and task.clip == 0 else 1.0  # what may be redone is kept
-        one_memory = self.machine.one_memory
+        held = memory_budget.waiting_share(delay, on_ssd) if early and task.certain else 1.0  # what may be redone is kept
         terms = memory_budget.BudgetTerms(
             *(sizes.num_micro_batches, self.window),
             **{"held_share": held, "one_memory": one_memory, "pairs": False, "shares_state": 0 < on_ssd < 1},
         )
         shape = with_state_in_memory(shape_of(task.spec, seconds or _NO_SECONDS, division), 1 - on_ssd)
-        shape = replace(shape, reduce_bytes=memory_budget.reduce_bytes(task.spec.largest_parameter, one_memory))
+        shape = memory_budget.as_run(shape, task.spec, one_memory, task.least_file_bytes)
         limits = beside_state(self.limits, shape)
         menu = None
         if seconds is not None and task.keep:
             menu = task.spec.menu(sizes.sequences, sizes.blocks_per_layer, seconds, task.flops_per_byte)
-        return LpProblem(shape, self.machine, terms, limits, delay, early, self.further, menu)
+        further = (*self.further, *memory_budget.run_items(shape, made_bytes(task.spec, division), one_memory, task.certain))
+        setup = memory_budget.planned_setup(shape, task.spec.largest_parameter, self.further)
+        return LpProblem(shape, self.machine, terms, limits, delay, early, further, menu, setup_bytes=setup)
 
     def remedies(self, lacking: Mapping[Tier, float]) -> Iterator[str]:
         """What would make some setting fit, each tried: fewer tokens, fewer ranks, more memory where it is `lacking`."""

@@ -11,11 +11,11 @@ from ds_vertical.config.deepspeed_keys import AIO
 from ds_vertical.config.section import SECTION
 from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.kept_activations import keep_keys
+from ds_vertical.planner.memory_budget import sub_group_size
 from ds_vertical.planner.model_shape import ModelSpec
 from ds_vertical.types import OFFLOAD_DEVICES, TensorKind, Tier
 
 _LARGE: Final = 50_000_000  # elements of a parameter, from which on stock's pool has few buffers
-_MODEL: Final = 1_000_000_000  # elements of a model, from which on chunks are large
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _zero(choice: Choice, spec: ModelSpec, training: TrainingOptions) -> JsonObj
         "overlap_comm": True,
         "contiguous_gradients": True,
         "reduce_bucket_size": largest,
-        "sub_group_size": 100_000_000 if elements >= _MODEL else 8_000_000,
+        "sub_group_size": sub_group_size(elements),
         "stage3_param_persistence_threshold": 0,
         "stage3_prefetch_bucket_size": 0,
         "stage3_max_live_parameters": 2 * max(largest, max(spec.block_elements)),

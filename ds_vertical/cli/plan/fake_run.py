@@ -199,6 +199,8 @@ def _read(name: str, model: PreTrainedModel, sequence_length: int, dtype: str) -
         menus=menus,
         suf=_suf(layers),
         apart=layers.outside.apart,
+        block_sizes=max((tuple(map(nn.Parameter.numel, block.parameters())) for block in blocks), key=sum),
+        outside_sizes=tuple(param.numel() for unit in layers.outside.units for param in layers.units[unit]),
         **_frozen(model, layers, sequence_length, end.flops - marks[-1].flops, sum(flops) / len(flops)),
     )
 

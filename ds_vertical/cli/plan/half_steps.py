@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner.candidate import Candidate
+from ds_vertical.planner.model_shape import SmallTensors
 from ds_vertical.planner.network import Network
 from ds_vertical.schedule.passes import TrainingStep
 from ds_vertical.types import Copies, Placement, TensorKind, TierBytes
@@ -57,12 +58,14 @@ def _two_halves(exact: Candidate, copies: Copies, network: Network) -> TwoHalves
     sharing = network.ranks_per_node if copies == "node" else 1
     placement = _in_memory(exact.shape.placement)
     apart = replace(network, levels=True, copy_share=1.0, copy_ranks=sharing, sum_ranks=sharing, stands=True)
-    shape = replace(exact.shape, placement=placement, state_places=(), kept=None, generations=1, network=apart)
+    shape = replace(
+        exact.shape, placement=placement, state_places=(), kept=None, small=SmallTensors(), generations=1, network=apart
+    )
     count = exact.choice.num_micro_batches // 2
     plain = {"delay": 1.0, "early": False, "kept": None, "in_place": False, "levels": None, "speculation": False}
     choice = replace(exact.choice, num_micro_batches=count, placement=placement, **plain)
     terms = replace(exact.case.terms, num_micro_batches=count, held_share=1.0)
-    case = replace(exact.case, shape=shape, terms=terms, delay=1.0, early=False, menu=None)
+    case = replace(exact.case, shape=shape, terms=terms, delay=1.0, early=False, menu=None, setup_bytes=0.0)
     half = HalfStep(choice, case, 0.0, ())
     return TwoHalves(copies, 2 * half.estimate_s, _short(half, network, sharing))
 

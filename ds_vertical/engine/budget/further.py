@@ -1,0 +1,63 @@
+"""What some settings take of memory besides: collectives over levels, two halves a step, compressed masters."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ds_vertical.compat import zero_params
+from ds_vertical.config.section import SECTION
+from ds_vertical.distributed import ranks as distributed_ranks
+from ds_vertical.engine.zero3.planned_chunks import PlannedShards
+from ds_vertical.model.layers import LayerMap
+from ds_vertical.offload.chunking import FP32_BYTES
+from ds_vertical.offload.masters.compressed import HALF_BYTES
+from ds_vertical.offload.masters.halves import BLOCK_ELEMENTS
+from ds_vertical.planner import memory_budget
+from ds_vertical.planner.memory_budget import BudgetItem
+from ds_vertical.types import PRE, RunSettings, Tier
+
+_COMPRESSION: Final = f"{SECTION}.optimizer_compression"
+_LEVELS: Final = "zero_optimization.zero_hpz_partition_size"
+
+
+def level_items(layers: LayerMap, resolved: RunSettings, param_bytes: int) -> tuple[BudgetItem, ...]:
+    """With collectives over levels: this rank's parts of the copies that the node keeps, on the device where they stand there,
+    and what a reduction sends and receives beside its sums. The copies of two halves a step are counted by `acco_items`."""
+    levels = resolved.levels
+    if levels.share is None:
+        return ()
+    numels = {unit: sum(map(zero_params.full_numel, params)) for unit, params in layers.units.items()}
+    sent = BudgetItem(Tier.HOST, "gradients sent over levels", 2 * FP32_BYTES * max(numels.values()), _LEVELS)
+    if resolved.acco is not None:
+        return (sent,)
+    copied = sorted((numel for unit, numel in numels.items() if isinstance(unit, int)), reverse=True)
+    outside = layers.outside.units if levels.copy_on_device else [unit for unit in layers.outside.apart if unit == PRE]
+    copied += [numels[unit] for unit in outside]
+    copies = -(-sum(copied[: round(levels.share * len(copied))]) * param_bytes // levels.ranks_per_node)
+    place, what = (Tier.DEVICE, "standing copies") if levels.copy_on_device else (Tier.HOST, "copies")
+    return (
+        BudgetItem(place, f"{what} of the weights", copies, "vertical_schedule.levels.copy_share"),
+        sent,
+    )
+
+
+def acco_items(layers: LayerMap, resolved: RunSettings, param_bytes: int) -> tuple[BudgetItem, ...]:
+    """What two halves a step take besides."""
+    if resolved.acco is None:
+        return ()
+    numel = sum(zero_params.full_numel(param) for params in layers.units.values() for param in params)
+    ranks = distributed_ranks.world_size(), resolved.levels.ranks_per_node
+    return memory_budget.halves_items(numel, param_bytes, FP32_BYTES, *ranks)
+
+
+def compression_items(shards: PlannedShards, resolved: RunSettings) -> list[BudgetItem]:
+    """Low halves of the part that is being compressed, a block's halves while they are compared, and the values of parameters
+    that rest in host memory, for both generations of the files."""
+    if not resolved.optimizer_compression:
+        return []
+    largest = min(memory_budget.PART_ELEMENTS, max((chunk.numel for chunk in shards.chunks), default=0))
+    in_files = set(map(id, shards.in_files))
+    pairs = [pair for c in shards.chunks if c.state_in_files for pair in zip(c.params, c.sizes, strict=True)]
+    kept = 2 * sum(size for param, size in pairs if id(param) not in in_files)
+    numel = largest + 6 * BLOCK_ELEMENTS + kept
+    return [BudgetItem(Tier.HOST, "masters being compressed", HALF_BYTES * numel, _COMPRESSION)]

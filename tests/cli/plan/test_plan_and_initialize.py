@@ -1,0 +1,219 @@
+"""`plan` and `initialize` reckon alike: what one counts the other counts, what one takes the other takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+from planned_runs import BASELINE, CPU, MODELS, Setting, limits, planned_bytes, run_bytes
+
+from ds_vertical.engine import memory_check
+from ds_vertical.planner.candidate import fits
+from ds_vertical.planner.linear_program import solve
+from ds_vertical.planner.search import PlanError, choose
+
+MIB = 1 << 20
+PADDING = 64 << 10  # whole blocks of I/O, and shares in whole numbers
+# A run cannot know before its first batch what autograd keeps of a block and of the head, in "one layer's backward" here.
+# Where the plan may count more: pieces as large as any may be, a layer's small tensors in its buffers, shares of the state in
+# whole parameters. Of these models.
+MOST_MORE = {
+    "optimizer slots": 97 * MIB,
+    "parameter buffers": 38 * MIB,
+    "gradients": 16 * MIB,
+    "one layer's backward": 16 * MIB,
+}
+
+
+@st.composite
+def settings_of(
+    draw: st.DrawFn, models: Sequence[str] = tuple(MODELS), dtypes: Sequence[str] = ("bf16", "fp16", "fp32")
+) -> Setting:
+    found = Setting(
+        draw(st.sampled_from(models)),
+        draw(st.sampled_from(dtypes)),
+        draw(st.sampled_from([0.0, 1.0])),
+        draw(st.sampled_from([1, 2, 8])),
+        draw(st.sampled_from([1, 2])),
+        draw(st.integers(0, 3)),
+        state_on_ssd=draw(st.sampled_from([1.0, 0.8, 0.4, 0.0])),
+    )
+    early = found.task.certain and found.state_on_ssd > 0
+    return replace(found, delay=draw(st.sampled_from([0.0, 0.25, 0.9, 1.0])) if early else 1.0)
+
+
+SOME = settings_of(("gpt, tied", "llama, many layers", "llama, wide vocabulary"), ("bf16",))
+BUDGETS = st.integers(850, 2600).map(lambda count: count * 10**6)
+FEW = settings(
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.generate),  # a smaller example says no more than the setting itself
+)
+MANY = settings(FEW, max_examples=400)
+
+
+def check_items(setting: Setting, host_bytes: int) -> None:
+    found = setting.candidate(host_bytes)
+    assume(found is not None)
+    assert found is not None
+    config = setting.config(found, host_bytes)
+    forecast = setting.forecast(config)
+    forecast.pairs = found.case.terms.pairs  # a run takes them where they fit, so that they refuse nothing
+    plan, run = planned_bytes(found), run_bytes(forecast)
+    if found.choice.placement.named()["state_on_ssd"] in (0.0, 1.0):
+        more = {what: run[what] - plan.get(what, 0) for what in run if run[what] > plan.get(what, 0) + PADDING}
+        assert not more, "initialize counts what the plan does not"
+        for what in ("fp64 copy for a norm", "freed memory that is kept", "interpreter and libraries", "scaled gradient"):
+            assert abs(plan.get(what, 0) - run.get(what, 0)) <= PADDING, what
+    assert all(plan[what] - run.get(what, 0) <= most for what, most in MOST_MORE.items() if what in plan)
+    room = (host_bytes, BASELINE)
+    assert memory_check._fault(forecast.paired(room), room, host_bytes, 1) is None
+
+
+@FEW
+@given(SOME, BUDGETS)
+def test_a_plan_counts_all_that_initialize_counts_item_by_item(setting: Setting, host_bytes: int) -> None:
+    check_items(setting, host_bytes)
+
+
+@pytest.mark.slow
+@MANY
+@given(settings_of(), BUDGETS)
+def test_many_plans_count_all_that_initialize_counts(setting: Setting, host_bytes: int) -> None:
+    check_items(setting, host_bytes)
+
+
+def check_found(setting: Setting) -> None:
+    """What `initialize` accepts at its own minimum `plan` finds, with room for what only batches show."""
+    roomy = setting.candidate(8e9)
+    assume(roomy is not None)
+    assert roomy is not None
+    forecast = setting.forecast(setting.config(roomy, 8e9))
+    forecast.pairs = False
+    least = sum(run_bytes(forecast).values())
+    room = (least, BASELINE)
+    assert memory_check._fault(forecast, room, least, 1) is None
+    more = sum(planned_bytes(roomy).get(what, 0) for what in ("activations between layers", "activations"))
+    more += sum(MOST_MORE[what] for what in ("optimizer slots", "one layer's backward", "parameter buffers"))
+    host = (least + more) / (1 - 0.006)  # a plan leaves half a percent of a tier free
+    searches = (setting.search(host), replace(setting.search(host), window=0))
+    assert any(each.fits() for each in searches), "plan refuses a budget that initialize accepts"
+
+
+@FEW
+@given(SOME)
+def test_what_initialize_accepts_a_plan_finds(setting: Setting) -> None:
+    check_found(setting)
+
+
+@pytest.mark.slow
+@MANY
+@given(settings_of())
+def test_what_initialize_accepts_plans_find(setting: Setting) -> None:
+    check_found(setting)
+
+
+# ---- defects found so
+
+
+def test_fp16_keeps_every_gradient_in_plans_as_in_runs() -> None:
+    """The loss scale may skip any step, so that no early one is final."""
+    setting = Setting("gpt", "fp16", 0.0, 2)
+    assert not setting.task.certain and Setting("gpt", "bf16", 0.0, 2).task.certain
+    found = choose(setting.task, CPU, limits(1.5e9)).chosen
+    forecast = setting.forecast(setting.config(found, 1.5e9))
+    assert found.case.terms.held_share == forecast.terms.held_share == 1.0 and not found.choice.early
+
+
+def test_a_set_up_that_takes_more_than_the_steps_is_planned_for() -> None:
+    """A wide vocabulary: stock's buffers for the embedding's state take more than any step."""
+    setting = Setting("llama, wide vocabulary", "bf16", 0.0, 2, delay=0.0)
+    found = setting.candidate(2.6e9)
+    assert found is not None
+    forecast = setting.forecast(setting.config(found, 2.6e9))
+    needed = BASELINE + forecast.setup_bytes
+    case = replace(found.case, limits=limits(needed - MIB))
+    assert found.case.setup_bytes == pytest.approx(needed, rel=0.001)
+    assert solve(case) is None
+    assert not fits(replace(found, case=case))
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_plan_that_is_refused_says_what_mends_it_and_that_does(clip: float) -> None:
+    setting = Setting("gpt, tied", "bf16", clip, 8)
+    with pytest.raises(PlanError) as caught:
+        choose(setting.task, CPU, limits(1.2e9))
+    message = str(caught.value)
+    assert "host memory: " in message and "MiB short" in message and "ranks" not in message
+    (more,) = re.findall(r"(\d+) GB more host memory", message)
+    choose(setting.task, CPU, limits(1.2e9 + int(more) * 1e9))
+    if length := re.search(r"--sequence-length (\d+)", message):
+        spec = setting.spec.shortened(int(length[1]))
+        choose(replace(setting.task, spec=spec), CPU, limits(1.2e9))
+
+
+def _changed(config: dict[str, Any], path: str, value: float) -> dict[str, Any]:
+    *sections, key = path.split(".")
+    if not sections:
+        return {**config, key: value}
+    (section,) = sections
+    return {**config, section: {**config[section], key: value}}
+
+
+@pytest.mark.parametrize(
+    ("name", "clip", "changes", "short", "advised"),
+    [
+        ("llama, many layers", 1.0, {"prefetch_layers": 3}, 8 * MIB, "sub_group_size"),
+        ("gpt, tied", 0.0, {"optimizer_delay": 0.9}, 8 * MIB, "optimizer_delay"),
+        ("llama, wide vocabulary", 1.0, {}, MIB, "gradient_accumulation_steps"),
+    ],
+)
+def test_every_number_that_initialize_advises_makes_the_run_fit(
+    name: str, clip: float, changes: dict[str, float], short: int, advised: str
+) -> None:
+    setting = Setting(name, "bf16", clip, 8, delay=0.25 if clip == 0 else 1.0)
+    found = setting.candidate(8e9)
+    assert found is not None
+    config = setting.config(found, 8e9)
+    config["vertical_schedule"] |= changes
+    forecast = setting.forecast(config)
+    allowed = sum(run_bytes(forecast).values()) - short
+    message = memory_check._fault(forecast, (allowed, BASELINE), allowed, 1)
+    assert message is not None
+    first = message.splitlines()[0]
+    assert re.match(rf"host memory: needs \d+ bytes, {allowed} are allowed, {short} too few \(most is [^:]+: \d+\); ", first)
+    found_changes = re.findall(r'"([a-z_.]+)": ([0-9.]+) \(now', first)
+    assert advised in {path.rpartition(".")[2] for path, _ in found_changes} and "rank" not in first
+    for path, value in found_changes:
+        other = setting.forecast(_changed(config, path, float(value) if "." in value else int(value)))
+        limit = int(value) if path.endswith("host_memory_bytes") else allowed
+        assert memory_check._fault(other, (limit, BASELINE), limit, 1) is None, (path, value)
+
+
+def test_a_chunk_that_makes_the_set_up_too_large_is_what_the_advice_is_about() -> None:
+    setting = Setting("gpt, one layer above a sub-group", "bf16", 0.0, 2, blocks_per_layer=2, delay=0.0)
+    found = setting.candidate(8e9)
+    assert found is not None
+    config = setting.config(found, 8e9)
+    config["zero_optimization"]["sub_group_size"] = 10**9
+    forecast = setting.forecast(config)
+    forecast.pairs = False
+    allowed = BASELINE + forecast.setup_bytes - MIB
+    assert run_bytes(forecast)["stock's set-up beyond the rest"] > MIB
+    message = memory_check._fault(forecast, (allowed, BASELINE), None, 1)
+    assert message is not None
+    (size,) = re.findall(r'"zero_optimization.sub_group_size": (\d+) ', message.splitlines()[0])
+    config["zero_optimization"]["sub_group_size"] = int(size)
+    other = setting.forecast(config)
+    other.pairs = False
+    assert memory_check._fault(other, (allowed, BASELINE), None, 1) is None
