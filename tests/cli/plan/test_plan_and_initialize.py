@@ -212,7 +212,7 @@ def test_a_chunk_that_makes_the_set_up_too_large_is_what_the_advice_is_about() -
     assert run_bytes(forecast)["stock's set-up beyond the rest"] > MIB
     message = memory_check._fault(forecast, (allowed, BASELINE), None, 1)
     assert message is not None
-    (size,) = re.findall(r'"zero_optimization.sub_group_size": (\d+) ', message.splitlines()[0])
+    (size,) = re.findall(r'"zero_optimization.sub_group_size": (\d+) \(now 1000000000\)', message.splitlines()[0])
     config["zero_optimization"]["sub_group_size"] = int(size)
     other = setting.forecast(config)
     other.pairs = False
