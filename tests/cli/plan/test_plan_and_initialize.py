@@ -138,11 +138,11 @@ def test_a_set_up_that_takes_more_than_the_steps_is_planned_for() -> None:
     found = setting.candidate(2.6e9)
     assert found is not None
     forecast = setting.forecast(setting.config(found, 2.6e9))
-    needed = BASELINE + forecast.setup_bytes
-    case = replace(found.case, limits=limits(needed - MIB))
-    assert found.case.setup_bytes == pytest.approx(needed, rel=0.001)
-    assert solve(case) is None
-    assert not fits(replace(found, case=case))
+    assert found.case.setup_bytes == pytest.approx(BASELINE + forecast.setup_bytes, rel=0.001)
+    room = 2 * sum(planned_bytes(found).values())  # twice what steps take
+    for setup, has_room in ((room - 64 * MIB, True), (room + MIB, False)):
+        case = replace(found.case, limits=limits(room), setup_bytes=setup)
+        assert (solve(case) is not None) == fits(replace(found, case=case)) == has_room
 
 
 # ---- refusals
