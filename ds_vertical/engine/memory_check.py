@@ -447,8 +447,13 @@ def _mending(forecast: Forecast, room: _Room) -> list[str]:
     for path, now, values in tried:
         fitting = (value for value in values if value < now and _fits_with(forecast, room, path, value))
         if (value := next(fitting, None)) is not None:
-            found.append(f'"{path}": {value:g} (now {now:g})' if value % 1 else f'"{path}": {int(value)} (now {now:g})')
+            found.append(f'"{path}": {_in_full(value)} (now {_in_full(now)})')
     return found
+
+
+def _in_full(value: float) -> str:
+    """A number as the JSON has it: sizes with all their digits."""
+    return f"{value:g}" if value % 1 else str(int(value))
 
 
 def _with_less_state(fault: str, now: float, shares: Sequence[float | None]) -> str:

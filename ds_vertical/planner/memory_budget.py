@@ -189,7 +189,8 @@ def planned_setup(shape: ModelShape, largest_parameter: int, further: tuple[Budg
     chunk = math.ceil(min(_largest_unit(shape), full))
     in_files, stepped = shape.in_files(TensorKind.STATE), shape.stepped_elements / shape.num_shards
     staged = chunk * shape.param_bytes if shape.in_files(TensorKind.PARAMETERS) else 0
-    return held + (stock_setup(chunk, staged, math.ceil((1 - in_files) * stepped)) if in_files else staged)
+    resting = min(stepped, (1 - in_files) * stepped + shape.small.state)
+    return held + (stock_setup(chunk, staged, math.ceil(resting)) if in_files else staged)
 
 
 def with_setup(items: tuple[BudgetItem, ...], setup_bytes: float) -> tuple[BudgetItem, ...]:

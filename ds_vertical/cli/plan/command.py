@@ -131,7 +131,7 @@ def _planned(options: argparse.Namespace) -> JsonObject:
         flops_per_byte=machine.flops_per_byte(spec.dtype),
         network=network,
         rounding=options.allow_rounding,
-        least_file_bytes=int(str((machine.aio or AIO)["block_size"])),
+        least_file_bytes=max(Task.least_file_bytes, int(str((machine.aio or AIO)["block_size"]))),  # as stock
     )
     if not any(task.counts()):
         fitting = -(-options.tokens_per_step // (spec.sequence_length * ranks))

@@ -24,6 +24,7 @@ from ds_vertical.cli import main
 from ds_vertical.cli.plan import counted_specs, fake_run
 from ds_vertical.cli.plan.command import plan_lines
 from ds_vertical.config.cross_check import check
+from ds_vertical.config.deepspeed_keys import AIO
 from ds_vertical.config.section import load_section
 from ds_vertical.engine import machine_cache
 from ds_vertical.errors import ConfigError, CostsError
@@ -302,6 +303,17 @@ def test_a_plan_for_several_ranks_says_how_many_micro_batches_elastic_may_give_o
     roomy = planned(capsys, *options, "--host-memory", "64G")
     assert roomy["elastic"] == {"most": 255, "fitting": 255}
     assert "a rank has room for 255 micro-batches, the most that elastic may give it" in "\n".join(plan_lines(roomy))
+
+
+def test_blocks_below_a_mebibyte_make_no_smaller_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSpeed makes none under 1 MiB, whatever `ds-vertical limits --tune-aio` has found to be fastest."""
+    options = ["--model", "gpt_13m", "--tokens-per-step", "4096", "--sequence-length", "256", "--host-memory", "1038M"]
+    report, resting = json.loads((profile.SHIPPED / "rtx4090_desktop.json").read_text()), []
+    for block_size in (1 << 18, 1 << 20):
+        (file := tmp_path / f"{block_size}.json").write_text(json.dumps(report | {"aio": AIO | {"block_size": block_size}}))
+        found = planned(capsys, *options, "--machine", str(file))
+        resting.append([item["num_bytes"] for item in found["memory"] if item["what"] == "optimizer state at rest"])
+    assert resting[0] == resting[1] != []
 
 
 @pytest.mark.slow
