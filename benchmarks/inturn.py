@@ -174,6 +174,22 @@ def scratch_folder(options: argparse.Namespace, config: dict[str, Any]) -> Itera
         yield Path(folder)
 
 
+@contextlib.contextmanager
+def steppers(
+    configs: Mapping[str, Any], number: int, folder: Path, words: Sequence[str], group: LimitedGroup | None
+) -> Iterator[dict[str, Stepper]]:
+    """A new process of this checkout for each arm, by name, for as long as the block runs. `number`: of the round, by which
+    another one is started first. `words`: of `main` below. Raises TurnError."""
+    with contextlib.ExitStack() as stack:
+        found: dict[str, Stepper] = {}
+        for arm in rotated([*configs], number):
+            given = arm, ROOT, configs[arm], folder / f"run {number} {arm}", [__file__], words
+            found[arm] = Stepper(*given, group=group)
+            stack.callback(found[arm].close)
+            found[arm].wait_ready()
+        yield found
+
+
 def rotated(arms: Sequence[Arm], by: int) -> list[Arm]:
     """All of them in the order of a turn: with another one first from turn to turn."""
     by %= len(arms)

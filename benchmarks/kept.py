@@ -245,13 +245,7 @@ def run_round(
     group: disk_limit.LimitedGroup | None,
 ) -> dict[str, Any]:
     """New processes, a warm-up that does not count, and the turns. Raises TurnError."""
-    with contextlib.ExitStack() as stack:
-        steppers: dict[str, inturn.Stepper] = {}
-        for arm in inturn.rotated([*configs], number):
-            given = arm, run.ROOT, configs[arm], folder / f"run {number} {arm}", [inturn.__file__], words
-            stepper = steppers[arm] = inturn.Stepper(*given, group=group)
-            stack.callback(stepper.close)
-            stepper.wait_ready()
+    with inturn.steppers(configs, number, folder, words, group) as steppers:
         warm_up = {arm: steppers[arm].turn(options.warm_up) for arm in configs}
         turns = []
         for index in range(options.turns):

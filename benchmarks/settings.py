@@ -44,13 +44,7 @@ def run_round(
 ) -> dict[str, Any]:
     """New processes, a warm-up that does not count, and the turns. Raises TurnError."""
     words = ["--model", options.model, "--tokens", str(options.tokens), "--loaders", "0", "--checkout", str(inturn.ROOT)]
-    with contextlib.ExitStack() as stack:
-        steppers: dict[str, inturn.Stepper] = {}
-        for arm in inturn.rotated([*configs], number):
-            given = arm, inturn.ROOT, configs[arm], folder / f"run {number} {arm}", [inturn.__file__], words
-            stepper = steppers[arm] = inturn.Stepper(*given, group=group)
-            stack.callback(stepper.close)
-            stepper.wait_ready()
+    with inturn.steppers(configs, number, folder, words, group) as steppers:
         warm_up = {arm: steppers[arm].turn(options.warm_up) for arm in configs}
         turns = []
         for index in range(options.turns):
