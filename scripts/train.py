@@ -259,7 +259,8 @@ def main() -> None:
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which torch refuses matrix products on a GPU
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # which torch does for code that reads it
+        # which torch does for code that reads it
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     zero_init = HfDeepSpeedConfig(config)
     model = build_model(shape, config)
     engine, *_ = ds_vertical.initialize(model=model, model_parameters=list(model.parameters()), config=config)

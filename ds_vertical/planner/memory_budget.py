@@ -459,7 +459,8 @@ class _Overrun:
         fitting = [(key, name, self._fitting(name, least)) for name, key, least in _KNOBS]
         remedies = [f'"{key}": {value} (now {getattr(self.terms, name)})' for key, name, value in fitting if value is not None]
         remedy = f"write {' or '.join(remedies)}" if remedies else self._advice()
-        most = max((item for item in self.items(self.terms) if item.tier == self.tier), key=lambda item: item.num_bytes)
+        items = [item for item in self.items(self.terms) if item.tier == self.tier]
+        most = max(items, key=lambda item: (item.key != MEASURED_KEY, item.num_bytes))  # of what a JSON can change
         short = f"{needed - self.limit} too few (most is {most.what}: {most.num_bytes})"
         return f"{self.tier} memory: needs {needed} bytes, {self.limit} are allowed, {short}; {remedy}"
 
