@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import torch
 from deepspeed import comm as dist
 from deepspeed import init_distributed
 from deepspeed.accelerator import get_accelerator as _get_accelerator
 
-if TYPE_CHECKING:
-    import torch
+from ds_vertical.io import streams
 
 __all__ = [
     "device_name",
@@ -23,7 +24,9 @@ __all__ = [
     "is_one_memory",
     "log",
     "log_own",
+    "peak_device_bytes",
     "synchronize",
+    "taken_by",
     "unlink_shared_workspace",
 ]
 
@@ -99,16 +102,16 @@ class DeviceMemory(Protocol):
         """Wait until the device has done all that it was given."""
         ...
 
-    def available_memory(self) -> int:
-        """Bytes of the device's memory that are free, or held by this process without a use."""
-        ...
-
     def memory_allocated(self) -> int:
         """Bytes of the device's memory that tensors of this process take."""
         ...
 
     def max_memory_allocated(self) -> int:
-        """The most that `memory_allocated` has been."""
+        """The most that `memory_allocated` has been since `reset_peak_memory_stats`, or since the start."""
+        ...
+
+    def reset_peak_memory_stats(self) -> None:
+        """Let `max_memory_allocated` begin anew."""
         ...
 
 
@@ -135,23 +138,35 @@ def synchronize() -> None:
 
 
 def free_device_bytes() -> int | None:
-    """Bytes of the device's own memory that are free now; None where the device computes in host memory."""
-    return None if is_one_memory() else _device_memory().available_memory()
+    """Bytes of the device's own memory that are free now, or that torch holds without a use; None where the device computes in
+    host memory. DeepSpeed's `available_memory` leaves those out on NVIDIA's GPUs, and elsewhere counts other processes'."""
+    return None if is_one_memory() else streams.free_for_tensors(torch.device(device_name()))
 
 
 def device_room() -> int | None:
     """Bytes of the device's own memory that nobody has used so far, at the time when this process used most; None where the
     device computes in host memory."""
-    if is_one_memory():
-        return None
-    found = _device_memory()
-    return max(0, found.available_memory() + found.memory_allocated() - found.max_memory_allocated())
+    free = free_device_bytes()
+    return None if free is None else max(0, free + _device_memory().memory_allocated() - peak_device_bytes())
 
 
 def peak_device_bytes() -> int:
     """The most bytes of the device's own memory that tensors of this process have taken; 0 where the device computes in host
     memory."""
-    return 0 if is_one_memory() else _device_memory().max_memory_allocated()
+    return 0 if is_one_memory() else max(_device_memory().max_memory_allocated(), _earlier_peaks[0])
+
+
+_earlier_peaks = [0]  # the most before `taken_by` has let the device begin anew
+
+
+def taken_by(run: Callable[[], object]) -> int:
+    """The most bytes of the device's own memory that tensors have taken during `run`, beyond those ahead of it."""
+    memory = _device_memory()
+    _earlier_peaks[0] = peak_device_bytes()
+    memory.reset_peak_memory_stats()
+    before = memory.memory_allocated()
+    run()
+    return memory.max_memory_allocated() - before
 
 
 def _device_memory() -> DeviceMemory:

@@ -1,0 +1,80 @@
+"""A device with memory of its own that is full: the step fails whole, and what the message says to write trains there.
+
+On the late device, whose memory is limited to a number of bytes. See tests/support/full_device_worker.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import forks
+import harness
+import pytest
+import torch
+from full_device_worker import SHORT, SMALL, batches_of, train
+from places import SUPPORT
+
+NONE = {"keep": "none"}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("full")
+    command = [sys.executable, str(SUPPORT / "full_device_worker.py"), str(folder)]
+    done = forks.run(folder, command, os.environ | {"OMP_NUM_THREADS": "1"}, timeout=250)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(folder / "found.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> harness.Run:
+    """On the CPU."""
+    return train(tmp_path_factory.mktemp("cpu"), NONE, SMALL, batches_of(SMALL, 2))
+
+
+def test_kept_values_that_fill_the_device_fail_the_step_whole_with_numbers(tmp_path: Path, found: dict[str, Any]) -> None:
+    kept = found["kept"]
+    assert (kept["kind"], kept["cause"], kept["steps"]) == ("MemoryBudgetError", "OutOfMemoryError", 1), kept["text"]
+    told = re.fullmatch(
+        r'vertical_schedule\.activations\.keep: got "everything"; the device is full, with (\d+) bytes that (\d+) of 24'
+        r" forwards \(one layer of one micro-batch each\) have kept on it for their backwards, up to (\d+) each; (\d+) bytes"
+        r" of it are free between two steps, and without kept values this step takes (\d+) of them;"
+        r' in vertical_schedule\.activations write "keep_share": ([\d.]+) \(now 1\) or "keep_device": "host" or "keep": "none";'
+        r" nothing of this step counts, and the run is as it was before it",
+        kept["text"],
+    )
+    assert told is not None, kept["text"]
+    held, cells, each, free, taken = (int(group) for group in told.groups()[:5])
+    assert 0 < cells < 24 and held <= cells * each and taken < free and 0.1 < float(told[6]) < 0.6
+    assert kept["differing"] == [] and found["violations"] == []
+    short = train(tmp_path, NONE, SMALL, batches_of(SMALL, 2, SHORT))
+    harness.assert_identical(short, kept["run"])  # the failing step came between these
+
+
+def test_what_the_message_says_to_write_trains_with_the_cpus_bits(found: dict[str, Any], reference: harness.Run) -> None:
+    assert len(found["mended"]) == 2
+    for run in found["mended"].values():
+        harness.assert_identical(reference, run)
+
+
+@pytest.mark.parametrize("keep", ["none", "everything"])
+def test_torchs_own_error_says_what_was_counted_and_what_takes_less(found: dict[str, Any], keep: str) -> None:
+    short = found["short"][keep]
+    assert short["kind"] == "OutOfMemoryError" and short["differing"] == [] and short["steps"] == 1
+    [note] = [each for each in short["notes"] if "the device is full" in each]
+    assert re.search(r"has counted \d+ bytes .*parameters \d+.* leaves out .*logits", note)
+    for remedy in ("train_micro_batch_size_per_gpu", '"vertical_schedule.prefetch_layers": 0 (now 1)', '.device": "host"'):
+        assert remedy in note
+    assert ("Without kept values, too" in note) is (keep == "everything")
+    assert ('"vertical_schedule.activations.keep": "none"' in note) is (keep == "everything")
+
+
+def test_what_the_run_chooses_by_itself_stays_within_what_is_free(found: dict[str, Any], reference: harness.Run) -> None:
+    kept = found["chosen"]["kept"]
+    [(tier, cells)] = kept.cells
+    assert (kept.policy, str(tier)) == ("everything", "device") and 0 < cells < 24
+    harness.assert_identical(reference, found["chosen"]["run"])
