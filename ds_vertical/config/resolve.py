@@ -25,7 +25,7 @@ _LATER: Mapping[str, str] = {
     "layers": "discovered in the model",
     "optimizer_delay": "0.25 where layers can be stepped during the backward, else 1",
     "optimizer_speculation": "where it would lately have come true",
-    "optimizer_read_ahead_bytes": "half of what the memory budget leaves, where steps wait for the norm",
+    "optimizer_read_ahead_bytes": "half of what host_memory_bytes leaves, where steps wait for the norm",
     "host_memory_bytes": "what the machine has at start",
     "nvme_paths": "nvme_path alone",
     "elastic": "all ranks bring as many micro-batches",

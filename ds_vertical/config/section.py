@@ -160,8 +160,8 @@ class VerticalConfig(BaseModel):
     """Share of optimizer state on nvme kept in host memory; null: chosen. Whole parameters, spread evenly over the layers.
     Their steps wait for the norm."""
     optimizer_read_ahead_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Memory for state read before the norm; null: half of the rest. At most so many bytes for each rank; 0: state is read
-    into the pipeline's few slots alone. For steps that wait for the norm: with clipping, or a dynamic loss scale."""
+    """Memory for state read before the norm; null: half of host_memory_bytes' rest. At most so many bytes for each rank; 0:
+    state is read into the pipeline's few slots alone. For steps that wait for the norm: with clipping, or a dynamic loss scale."""
     optimizer_compression: bool = False
     """Store half of each fp32 master; its bf16 parameter has the rest. Same bits, 2 bytes a parameter fewer written and,
     of what is stepped in the backward, read. One rank on the CPU, bf16, parameters and optimizer state on nvme."""
@@ -221,7 +221,7 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "on_nonfinite": ('"skip" or "stop"', '"skip"'),
     "gradient_host_share": ("a number from 0 to 1, or null", "0.5 or null"),
     "optimizer_host_share": ("a number from 0 to 1, or null", "0.5 or null"),
-    "optimizer_read_ahead_bytes": ("an integer >= 0, or null (half of what the memory budget leaves)", "4000000000 or null"),
+    "optimizer_read_ahead_bytes": ("an integer >= 0, or null (half of what host_memory_bytes leaves)", "4000000000 or null"),
     "host_memory_bytes": ("an integer >= 1, or null (what the machine has)", "32000000000 or null"),
     "outside_layers": ('"resident" or "fetched"', '"fetched"'),
     "nvme_paths": ("null or a list of folders, one on each SSD, the first as in nvme_path", '["/ssd0", "/ssd1"] or null'),

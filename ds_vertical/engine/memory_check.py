@@ -390,8 +390,12 @@ def why_nothing_ahead(forecast: Forecast) -> str | None:
         return "0, early steps do not wait for the norm"
     if not num_waiting(forecast):
         return "0, all state is stepped early"
-    if resolved.optimizer_read_ahead_bytes is None and resolved.elastic is not None:
+    if resolved.optimizer_read_ahead_bytes is not None:
+        return None
+    if resolved.elastic is not None:
         return "0, since elastic may give a rank more micro-batches, which bring their activations"
+    if resolved.host_memory_bytes is None:
+        return "0, since host_memory_bytes is null, and the machine's free memory is not this run's alone; write either"
     return None
 
 

@@ -306,11 +306,11 @@ def test_every_key_has_a_description() -> None:
         ({"gradient_host_share": 2}, "vertical_schedule.gradient_host_share: got 2; need a number from 0 to 1, or null"),
         (
             {"optimizer_read_ahead_bytes": -1},
-            "vertical_schedule.optimizer_read_ahead_bytes: got -1; need an integer >= 0, or null (half of what the memory",
+            "vertical_schedule.optimizer_read_ahead_bytes: got -1; need an integer >= 0, or null (half of what",
         ),
         (
             {"optimizer_read_ahead_bytes": 0.5},
-            "vertical_schedule.optimizer_read_ahead_bytes: got 0.5; need an integer >= 0, or null (half of what the memory",
+            "vertical_schedule.optimizer_read_ahead_bytes: got 0.5; need an integer >= 0, or null (half of what",
         ),
         (
             {"optimizer_host_share": -0.1},

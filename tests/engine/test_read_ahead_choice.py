@@ -26,7 +26,7 @@ from ds_vertical.types import RunSettings
 MIB = 1 << 20
 WIDTH, NUM_LAYERS = 512, 8
 ENOUGH = 8 << 30
-HALF: dict[str, Any] = {"optimizer_read_ahead_bytes": None}
+HALF: dict[str, Any] = {"optimizer_read_ahead_bytes": None, "host_memory_bytes": ENOUGH}
 
 
 class Choice:
@@ -108,6 +108,8 @@ def test_a_number_is_the_most_bytes_of_it(tmp_path: Path) -> None:
         (1.0, {"overlap": False}, "0, without overlap nothing is read ahead"),
         (1.0, {"elastic": {}}, "0, since elastic may give a rank more micro-batches"),
         (1.0, {"elastic": {}, "optimizer_read_ahead_bytes": 10**12}, None),
+        (1.0, {"host_memory_bytes": None}, "0, since host_memory_bytes is null, and the machine's free memory is not"),
+        (1.0, {"host_memory_bytes": None, "optimizer_read_ahead_bytes": 10**12}, None),
         (1.0, {"optimizer_host_share": 1.0}, "0, no state is on SSD"),
         (1.0, {"optimizer_host_share": 1.0, "gradient_host_share": 0.5}, "0, no state is on SSD"),
         (1.0, {"optimizer_speculation": True, "optimizer_delay": 0.0}, "0, all state is stepped early"),

@@ -173,7 +173,7 @@ def test_the_engine_reads_the_state_of_each_step_before_it_issues_it(
 ) -> None:
     """Untold are the first step behind the norm, and the first of the next schedule."""
     config = small_buffers(base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=clip))
-    config["vertical_schedule"] |= {"optimizer_delay": delay, "optimizer_speculation": False, "optimizer_read_ahead_bytes": 0}
+    config["vertical_schedule"] |= {"optimizer_delay": delay, "optimizer_speculation": False}
     with running(config, partial(MixerModel, 4, 512), vertical=True) as (engine, _):
         driver, pipeline = engine.optimizer.driver, engine.optimizer.pipeline
         first: list[Any] = []

@@ -14,7 +14,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, 
 from harness import Run, assert_identical, contents, differing, run_arm, running
 from models import token_batches
 from pages import resident_pages
-from tier_runs import CLIPS, FREE, NUM_STEPS, config, mixer, stock_runs
+from tier_runs import CLIPS, FREE, NUM_STEPS, mixer, stock_runs
+from tier_runs import config as config_of
 
 from ds_vertical.engine.zero3.step_driver import StepDriver
 
@@ -28,6 +29,11 @@ _IN_BF16 = ((None, False), (None, True), (0.5, True))
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, float], Run]:
     """Stock's run of the same JSON, trained once."""
     return stock_runs(tmp_path_factory)
+
+
+def config(folder: Path, dtype: str, clip: float, **section: Any) -> dict[str, Any]:
+    """With host memory that a null of `optimizer_read_ahead_bytes` may take."""
+    return config_of(folder, dtype, clip, **{"host_memory_bytes": 8 << 30} | section)
 
 
 @contextmanager

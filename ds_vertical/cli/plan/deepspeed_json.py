@@ -67,7 +67,7 @@ def section(choice: Choice, one_memory: bool) -> JsonObject:
         "optimizer_speculation": None if choice.speculation else False,
         "gradient_host_share": round(placement.share(TensorKind.GRADIENTS, Tier.HOST), 6),
         "optimizer_host_share": round(placement.share(TensorKind.STATE, Tier.HOST), 6),
-        **({"optimizer_read_ahead_bytes": choice.read_ahead_bytes} if choice.read_ahead_bytes else {}),
+        "optimizer_read_ahead_bytes": choice.read_ahead_bytes,
         "activations": _activations(choice) | keep_keys(choice.kept, one_memory),
         **({} if one_memory else {"outside_layers": "fetched"}),
         **({"on_nonfinite": "stop"} if choice.in_place else {}),
