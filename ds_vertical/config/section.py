@@ -161,7 +161,7 @@ class VerticalConfig(BaseModel):
     Their steps wait for the norm."""
     optimizer_read_ahead_bytes: Annotated[int, Field(ge=0)] | None = None
     """Memory for state read before the norm; null: half of host_memory_bytes' rest. At most so many bytes for each rank; 0:
-    state is read into the pipeline's few slots alone. For steps that wait for the norm: with clipping, or a dynamic loss scale."""
+    state is read into the pipeline's few slots alone. For steps that wait for the norm: with clipping, a dynamic loss scale."""
     optimizer_compression: bool = False
     """Store half of each fp32 master; its bf16 parameter has the rest. Same bits, 2 bytes a parameter fewer written and,
     of what is stepped in the backward, read. One rank on the CPU, bf16, parameters and optimizer state on nvme."""
