@@ -127,6 +127,8 @@ def test_kernel_and_torch_give_the_same_bits(first: int, threads: int, monkeypat
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
+        for case in cases:
+            there_and_back(*case)
         full = [compressed(master, rounded, master.numel()) for master, rounded in cases]
         counts = [0 if found is None else found[1].numel() for found in full]
         scarce = [[compressed(*case, most) for most in (n, n - 1, 0)] for case, n in zip(cases, counts, strict=True)]

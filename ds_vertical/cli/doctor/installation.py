@@ -183,7 +183,7 @@ def ops(case: Target) -> Iterator[CheckResult]:
     missing = [name for name in needed if cache.ready_library(name) is None]
     if missing:
         names = ", ".join(missing)
-        yield warning(f"{len(missing)} of {len(needed)} ops are not compiled, so that a run starts with that: {names}", _BUILD)
+        yield warning(f"{len(missing)} of {len(needed)} ops are not compiled, so that a run that needs one starts with that: {names}", _BUILD)
         yield from _toolchain()
     loaded = []
     for name in (name for name in needed if name not in missing):

@@ -112,7 +112,8 @@ class CompressedMasters:
         self._places = {part: place for chunk in chunks for part, place in _places(chunk)}
         self._current: dict[Part, CompressedMaster] = {}
         self._early: dict[Part, CompressedMaster | None] = {}  # of early steps, until they count or not
-        load.master_halves()  # compiled here, and not on the pipeline's thread in mid-step
+        if self._places:
+            load.master_halves()  # compiled here, and not on the pipeline's thread in mid-step
         self.scratch = torch.empty(max((part.numel for part in self._places), default=0), dtype=torch.int16)
 
     def of(self, part: Part) -> CompressedMaster | None:

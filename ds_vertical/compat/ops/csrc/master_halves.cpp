@@ -121,6 +121,9 @@ std::optional<std::pair<at::Tensor, at::Tensor>> split(const at::Tensor& master,
     const Rounded rounded(values);
     check_tensors(master, rounded, low);
     if (overlap(master, low)) { throw std::invalid_argument("the low halves would overwrite the masters"); }
+    for (const auto& each : values) {
+        if (overlap(each, low)) { throw std::invalid_argument("the low halves would overwrite the rounded numbers"); }
+    }
     const auto* from = static_cast<const uint32_t*>(master.data_ptr());
     auto* to = static_cast<uint16_t*>(low.data_ptr());
     std::atomic<int64_t> count{0};
@@ -201,6 +204,9 @@ void join(const at::Tensor& low, const std::vector<at::Tensor>& values, const at
     const auto* half = high.data_ptr<int16_t>();
     if (std::any_of(place, place + places.numel(), [&](int32_t each) { return each < 0 || each >= master.numel(); })) {
         throw std::invalid_argument("an exception's place lies behind the masters");
+    }
+    for (const auto& each : values) {
+        if (overlap(each, master)) { throw std::invalid_argument("the masters would overwrite the rounded numbers"); }
     }
     auto* to = static_cast<uint32_t*>(master.data_ptr());
     const auto* from = static_cast<const uint16_t*>(low.data_ptr());
