@@ -17,8 +17,9 @@ from ds_vertical.io import streams
 __all__ = [
     "device_name",
     "device_room",
-    "free_device_bytes",
     "dist",
+    "forget_peak",
+    "free_device_bytes",
     "get_accelerator",
     "init_distributed",
     "is_one_memory",
@@ -114,6 +115,10 @@ class DeviceMemory(Protocol):
         """Let `max_memory_allocated` begin anew."""
         ...
 
+    def available_memory(self) -> int:
+        """Free bytes of the device's memory, as far as DeepSpeed knows."""
+        ...
+
 
 def get_accelerator() -> Accelerator:
     """DeepSpeed's accelerator: the CPU where there is no other."""
@@ -139,8 +144,14 @@ def synchronize() -> None:
 
 def free_device_bytes() -> int | None:
     """Bytes of the device's own memory that are free now, or that torch holds without a use; None where the device computes in
-    host memory. DeepSpeed's `available_memory` leaves those out on NVIDIA's GPUs, and elsewhere counts other processes'."""
-    return None if is_one_memory() else streams.free_for_tensors(torch.device(device_name()))
+    host memory. DeepSpeed's `available_memory` leaves the latter out on NVIDIA's GPUs, and elsewhere counts other processes'
+    memory as free: it is asked where torch's module of the device cannot tell, as with MPS and some of Intel's GPUs."""
+    if is_one_memory():
+        return None
+    try:
+        return streams.free_for_tensors(torch.device(device_name()))
+    except (AttributeError, RuntimeError):
+        return _device_memory().available_memory()
 
 
 def device_room() -> int | None:
@@ -151,19 +162,21 @@ def device_room() -> int | None:
 
 
 def peak_device_bytes() -> int:
-    """The most bytes of the device's own memory that tensors of this process have taken; 0 where the device computes in host
-    memory."""
-    return 0 if is_one_memory() else max(_device_memory().max_memory_allocated(), _earlier_peaks[0])
+    """The most bytes of the device's own memory that tensors have taken here since `forget_peak`, or since the start; 0
+    where the device computes in host memory."""
+    return 0 if is_one_memory() else _device_memory().max_memory_allocated()
 
 
-_earlier_peaks = [0]  # the most before `taken_by` has let the device begin anew
+def forget_peak() -> None:
+    """Let `peak_device_bytes`, which is torch's own statistic, begin anew: a step that has filled the device would leave no
+    room for what later engines of this process keep."""
+    _device_memory().reset_peak_memory_stats()
 
 
 def taken_by(run: Callable[[], object]) -> int:
     """The most bytes of the device's own memory that tensors have taken during `run`, beyond those ahead of it."""
     memory = _device_memory()
-    _earlier_peaks[0] = peak_device_bytes()
-    memory.reset_peak_memory_stats()
+    forget_peak()
     before = memory.memory_allocated()
     run()
     return memory.max_memory_allocated() - before

@@ -15,17 +15,17 @@ import forks
 import harness
 import pytest
 import torch
-from full_device_worker import SHORT, SMALL, batches_of, train
+from full_device_worker import NONE, SHORT, SMALL, batches_of, train
 from places import SUPPORT
 
-NONE = {"keep": "none"}
+from ds_vertical.engine.keeping.device_full import DeviceFullError
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("full")
     command = [sys.executable, str(SUPPORT / "full_device_worker.py"), str(folder)]
-    done = forks.run(folder, command, os.environ | {"OMP_NUM_THREADS": "1"}, timeout=250)
+    done = forks.run(folder, command, os.environ | {"OMP_NUM_THREADS": "1"}, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "found.pt", weights_only=False)
 
@@ -38,17 +38,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> harness.Run:
 
 def test_kept_values_that_fill_the_device_fail_the_step_whole_with_numbers(tmp_path: Path, found: dict[str, Any]) -> None:
     kept = found["kept"]
-    assert (kept["kind"], kept["cause"], kept["steps"]) == ("MemoryBudgetError", "OutOfMemoryError", 1), kept["text"]
+    assert (kept["kind"], kept["cause"], kept["steps"]) == ("DeviceFullError", "OutOfMemoryError", 1), kept["text"]
     told = re.fullmatch(
-        r'vertical_schedule\.activations\.keep: got "everything"; the device is full, with (\d+) bytes that (\d+) of 24'
-        r" forwards \(one layer of one micro-batch each\) have kept on it for their backwards, up to (\d+) each; (\d+) bytes"
+        r'vertical_schedule\.activations\.keep: got "everything"; the device is full: it is out of memory\. (\d+) of'
+        r" 24 forwards \(one layer of one micro-batch each\) have kept (\d+) bytes on it for their backwards, up to (\d+) each; (\d+) bytes"
         r" of it are free between two steps, and without kept values this step takes (\d+) of them;"
         r' in vertical_schedule\.activations write "keep_share": ([\d.]+) \(now 1\) or "keep_device": "host" or "keep": "none";'
-        r" nothing of this step counts, and the run is as it was before it",
+        r" nothing of this step counts, and the run is as it was before it, but its micro-batches have been taken from the"
+        r" iterator",
         kept["text"],
     )
     assert told is not None, kept["text"]
-    held, cells, each, free, taken = (int(group) for group in told.groups()[:5])
+    cells, held, each, free, taken = (int(group) for group in told.groups()[:5])
     assert 0 < cells < 24 and held <= cells * each and taken < free and 0.1 < float(told[6]) < 0.6
     assert kept["differing"] == [] and found["violations"] == []
     short = train(tmp_path, NONE, SMALL, batches_of(SMALL, 2, SHORT))
@@ -78,3 +79,40 @@ def test_what_the_run_chooses_by_itself_stays_within_what_is_free(found: dict[st
     [(tier, cells)] = kept.cells
     assert (kept.policy, str(tier)) == ("everything", "device") and 0 < cells < 24
     harness.assert_identical(reference, found["chosen"]["run"])
+
+
+def test_what_a_step_had_no_room_for_leaves_later_engines_their_room(found: dict[str, Any]) -> None:
+    assert found["later"]["kept"] == found["chosen"]["kept"]
+
+
+def test_loops_that_catch_torchs_error_catch_this_one(found: dict[str, Any]) -> None:
+    kept = found["kept"]
+    assert kept["is_torchs"] and kept["args"] == 1
+    memory = pytest.importorskip("accelerate.utils.memory")
+    assert memory.should_reduce_batch_size(DeviceFullError(kept["text"]))
+
+
+def test_state_of_which_nothing_is_known_leaves_the_message_its_numbers(found: dict[str, Any]) -> None:
+    first = found["first"]
+    assert first["kind"] == "DeviceFullError" and re.search(r"this step takes \d+ of them", first["text"]), first
+    assert first["differing"] == []
+
+
+def test_what_ends_the_run_without_kept_values_is_told(found: dict[str, Any]) -> None:
+    refused, worded = found["refuses"], found["words"]
+    assert refused["kind"] == "DeviceFullError" and refused["differing"] == worded["differing"] == []
+    assert (
+        "run once more without kept values, this step has raised KeyError: 'a tap that is closed'; write a" in refused["text"]
+    )
+    assert worded["kind"] == "OutOfMemoryError" and "Without kept values, too, this step does not fit" in str(worded["notes"])
+
+
+def test_a_step_that_has_torn_the_state_keeps_torchs_error_with_its_notes(found: dict[str, Any]) -> None:
+    torn = found["torn"]
+    assert torn["kind"] == "OutOfMemoryError", torn
+    notes = "\n".join(torn["notes"])
+    assert "is torn" in notes and re.search(r"the device is full\. \d+ of \d+ forwards .* have kept \d+ bytes on it", notes)
+
+
+def test_a_device_that_does_not_tell_what_is_free_trains(found: dict[str, Any]) -> None:
+    assert len(found["silent"]) == 1

@@ -121,7 +121,7 @@ def test_the_host_runs_ahead_of_the_device_by_no_more_layers_than_are_counted(tm
 @pytest.mark.gpu
 def test_a_full_gpu_fails_the_step_whole_and_says_what_fits(tmp_path: Path) -> None:
     [found] = run_cases(tmp_path, "cuda", {"case": "full"})
-    assert found["kinds"] == ["MemoryBudgetError", "OutOfMemoryError", "OutOfMemoryError"] and found["left"] == [[]] * 3
+    assert found["kinds"] == ["DeviceFullError", "OutOfMemoryError", "OutOfMemoryError"] and found["left"] == [[]] * 3
     assert found["mended"] == {change: [] for change in found["mended"]} and found["mended"], found["text"]
     assert found["chosen"] == [] and 0 < found["cells"] < 24
 

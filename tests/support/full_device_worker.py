@@ -18,9 +18,10 @@ from typing import Any
 # run as a script, so this folder is first on the path
 import harness
 import torch
-from models import MixerModel, token_batches
+from models import MixerBlock, MixerModel, token_batches
 
 NUM_LAYERS, NUM_MICRO_BATCHES = 4, 8
+NONE = {"keep": "none"}
 ALL_KEPT = {"keep": "everything", "keep_device": "device"}
 UNLIMITED = 1 << 40
 HALF_OF_WHAT_IS_KEPT = 12 << 20  # bytes, with `SMALL`
@@ -42,8 +43,43 @@ SMALL = Sizes(256, 2, 64, 1 << 18)
 LARGE = Sizes(1024, 8, 1024, 1 << 29)  # for a GPU, which gives memory out by the MiB
 
 
-def config_in(folder: Path, activations: dict[str, Any]) -> dict[str, Any]:
-    section = {"seed": 7, "activations": activations}
+class Mood:
+    """How blocks of a model fail. `failing`: further ones of them, as `action` has it: "words" raises another error in the place
+    of the device's, from the second one on; "refuses" raises one behind it, whatever there is room for; "" none."""
+
+    def __init__(self, action: str = "") -> None:
+        self.action, self.num_full = action, 0
+
+
+class StatefulBlock(MixerBlock):
+    """Counts its forwards in a buffer, which a step must know of; see `Mood`."""
+
+    def __init__(self, width: int, mood: Mood) -> None:
+        super().__init__(width, dropout=0.1)
+        self.mood = mood
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mood.num_full and self.mood.action == "refuses":
+            raise KeyError("a tap that is closed")
+        self.count.add_(1)
+        try:
+            return super().forward(x)
+        except torch.OutOfMemoryError as error:
+            self.mood.num_full += 1
+            if self.mood.num_full > 1 and self.mood.action == "words":
+                raise RuntimeError("the block failed") from error
+            raise
+
+
+def stateful(mood: Mood, width: int) -> MixerModel:
+    model = MixerModel(0, width)
+    model.blocks = torch.nn.ModuleList(StatefulBlock(width, mood) for _ in range(NUM_LAYERS))
+    return model
+
+
+def config_in(folder: Path, activations: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    section = {"seed": 7, "activations": activations} | keys
     options = {"dtype": "fp32", "clip": 0.0, "params": "cpu", "optimizer": "cpu"}
     return harness.base_config(folder, num_micro_batches=NUM_MICRO_BATCHES, section=section, **options)
 
@@ -126,10 +162,68 @@ def failed(place: Path, activations: dict[str, Any], sizes: Sizes, capacity: int
                 engine.train_batch(iter(batches_of(sizes, 1)[0]))
             except Exception as error:
                 found.update(text=str(error), kind=type(error).__name__, notes=getattr(error, "__notes__", []))
-                found.update(cause=type(error.__cause__).__name__, steps=engine.global_steps)
+                found.update(cause=type(error.__cause__).__name__, steps=engine.global_steps, args=len(error.args))
+                found.update(is_torchs=isinstance(error, torch.OutOfMemoryError))
         found["differing"] = harness.differing(before, state_of(engine, model))
 
     found["run"] = train(place, activations, sizes, batches_of(sizes, 2, SHORT), fill)
+    return found
+
+
+def first(place: Path, sizes: Sizes, capacity: int, action: str = "") -> dict[str, Any]:
+    """A first step that the device has no room for, of a model with state of which nothing is known yet."""
+    place = Path(place, f"first{action}{capacity}")
+    place.mkdir()
+    config = config_in(place, ALL_KEPT, self_check=False)
+    engine, model = harness.build_engine(config, partial(stateful, Mood(action), sizes.width), vertical=True, recording=False)
+    found: dict[str, Any] = {}
+    try:
+        before = state_of(engine, model) | {name: each.cpu() for name, each in model.named_buffers()}
+        with Limited(capacity):
+            try:
+                engine.train_batch(iter(batches_of(sizes, 1)[0]))
+            except Exception as error:
+                found.update(text=str(error), kind=type(error).__name__, notes=getattr(error, "__notes__", []))
+        after = state_of(engine, model) | {name: each.cpu() for name, each in model.named_buffers()}
+        found["differing"] = harness.differing(before, after)
+    finally:
+        harness.dispose(engine)
+    return found
+
+
+class LastHook(MixerBlock):
+    """Its backward finds the device full once `armed`."""
+
+    armed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        if out.requires_grad and self.armed:
+            out.register_hook(self._fail)
+        return out
+
+    def _fail(self, gradient: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("late out of memory.")
+
+
+def torn(place: Path) -> dict[str, Any]:
+    """A step that has written the state of layers in place as the device is full, in the backward of the first layer."""
+    place = Path(place, "torn")
+    place.mkdir()
+    section = {"activations": ALL_KEPT, "optimizer_delay": 0.0, "on_nonfinite": "stop"}
+    config = harness.small_buffers(harness.base_config(place, num_micro_batches=4, clip=0.0, section=section), 768 * 768)
+    engine, model = harness.build_engine(config, partial(MixerModel, 3, 768), vertical=True, recording=False)
+    found: dict[str, Any] = {}
+    try:
+        engine.train_batch(iter(token_batches(1, 4, rows=1, shortest=8)[0]))
+        model.blocks[0].__class__ = LastHook
+        model.blocks[0].armed = True
+        try:
+            engine.train_batch(iter(token_batches(1, 4, rows=1, shortest=8)[0]))
+        except Exception as error:
+            found.update(text=str(error), kind=type(error).__name__, notes=getattr(error, "__notes__", []))
+    finally:
+        harness.dispose(engine)
     return found
 
 
@@ -147,9 +241,11 @@ def chosen(place: Path, sizes: Sizes, capacity: int) -> dict[str, Any]:
 
     measured, kept = keeping.measured_step, []
 
-    def certain(*given: Any) -> Any:
-        step = measured(*given)
-        return replace(step, menu={policy: (num_bytes, 1.0) for policy, (num_bytes, _) in step.menu.items() if num_bytes})
+    def certain(probe: Any, *given: Any) -> Any:
+        for kind, times in probe.found.items():
+            points = [replace(point, saved_s=1.0) for point in times.points if point.policy == "everything"]
+            probe.found[kind] = replace(times, points=tuple(points))
+        return measured(probe, *given)
 
     keeping.measured_step = certain
     try:
@@ -167,9 +263,15 @@ def study(place: Path, sizes: Sizes, half: int | None = None) -> dict[str, Any]:
     torch.accelerator.reset_peak_memory_stats()  # as in a process whose device never had more
     found: dict[str, Any] = {"chosen": chosen(place, sizes, capacity)}
     found["kept"] = failed(place, ALL_KEPT, sizes, capacity)
+    found["later"] = chosen(place, sizes, capacity)  # in the process in which a step has filled the device
     found["mended"] = mended(place, found["kept"]["text"], sizes, capacity)
     found["short"] = {keep: failed(place, {"keep": keep}, sizes, none - sizes.less) for keep in ("none", "everything")}
     return found
+
+
+def silent() -> tuple[int, int]:
+    """As `torch.xpu.mem_get_info` where the driver does not tell."""
+    raise RuntimeError("the device doesn't support querying the available free memory")
 
 
 def main(folder: str) -> int:
@@ -178,6 +280,15 @@ def main(folder: str) -> int:
 
     late_accelerator.use()
     found = study(Path(folder), SMALL, HALF_OF_WHAT_IS_KEPT)
+    capacity = peak(Path(folder), {"keep": "none"}, SMALL)
+    found["first"] = first(Path(folder), SMALL, capacity + HALF_OF_WHAT_IS_KEPT)
+    found["refuses"] = first(Path(folder), SMALL, capacity + HALF_OF_WHAT_IS_KEPT, "refuses")
+    found["words"] = first(Path(folder), SMALL, capacity - SMALL.less, "words")
+    found["torn"] = torn(Path(folder))
+    module = torch.get_device_module(late_device.NAME)
+    asked, module.mem_get_info = module.mem_get_info, silent
+    found["silent"] = train(Path(folder), NONE, SMALL, batches_of(SMALL, 1, SHORT)).losses
+    module.mem_get_info = asked
     found["violations"] = late_device.library().take_violations()
     torch.save(found, Path(folder, "found.pt"))
     return 0

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
+
+import torch
 
 from ds_vertical.compat import accelerator
 from ds_vertical.engine.assembly import StepParts
@@ -28,7 +31,26 @@ from ds_vertical.types import ActivationSettings, Tier
 BytesTaken = Callable[[], int | None]  # bytes of the device that a step takes which keeps nothing; None: not to be shown
 _KEY: Final = "vertical_schedule.activations"
 _NOT_SHOWN: Final = (BACKWARD, NORM, LEAVING)  # of the budget's items, by a run of forwards and backwards
+_WHOLE: Final = (
+    "; nothing of this step counts, and the run is as it was before it, but its micro-batches have been taken from the iterator"
+)
 _SHARES: Final = 1000  # a share that is advised is a multiple of 1 / _SHARES
+
+
+class DeviceFullError(MemoryBudgetError, torch.OutOfMemoryError):
+    """Values that forwards have kept have filled a device. The message has their bytes, and each change of the JSON that makes
+    the step fit. Nothing of the step counts: a loop that catches torch's OutOfMemoryError may leave the step out and go on.
+    """
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a run of the step without kept values has shown. `taken`: bytes of the device that it took; None: not known. `fits`:
+    False where the device had no room for it. `raised`: another error that ended it."""
+
+    taken: int | None = None
+    fits: bool = True
+    raised: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,6 +68,15 @@ class KeptHere:
     def num_cells(self) -> int:
         """Those that can keep."""
         return num_cells(self.num_layers, self.num_micro_batches)
+
+    @property
+    def told(self) -> str:
+        """For messages."""
+        cells, held = self.held
+        return (
+            f"{cells} of {self.num_cells} forwards (one layer of one micro-batch each) have kept {held} bytes on it for their"
+            " backwards"
+        )
 
     def fitting_share(self, room: int) -> float:
         """Of all cells, a share whose values take no more than `room` bytes of the device, and which is smaller than the one
@@ -80,7 +111,7 @@ class DeviceFull:
 
     @contextlib.contextmanager
     def explaining(self, num_micro_batches: int, taken: BytesTaken | None) -> Iterator[None]:
-        """Around a step, or what precedes one. Where kept values have filled the device: raises MemoryBudgetError; torch's
+        """Around a step, or what precedes one. Where kept values have filled the device: raises DeviceFullError; torch's
         error gets a note otherwise. `taken`: runs once more what has failed, keeping nothing; None where nothing is kept."""
         store = self._parts.keeping.store
         if store is not None:
@@ -90,15 +121,22 @@ class DeviceFull:
         except Exception as error:
             if not is_out_of_memory(error) or accelerator.is_one_memory():
                 raise
-            _let_go(error)
-            kept, fits = None if taken is None else self._kept(num_micro_batches), True
-            if kept is not None and taken is not None:
-                free = accelerator.free_device_bytes() or 0
-                bytes_taken, fits = _bytes_taken(taken)
-                if fits:
-                    raise MemoryBudgetError(self._message(kept, free, bytes_taken)) from error
-            error.add_note(self._note(fits))
+            try:
+                self._explain(error, num_micro_batches, taken)
+            finally:
+                accelerator.forget_peak()  # what did not fit is no step's peak
             raise
+
+    def _explain(self, error: Exception, num_micro_batches: int, taken: BytesTaken | None) -> None:
+        """Give torch's `error` its note, or raise DeviceFullError. A step that has torn the state is not run again."""
+        kept, shown = None if taken is None else self._kept(num_micro_batches), Shown()
+        if kept is not None and taken is not None and self._parts.optimizer.live.failure is None:
+            _let_go(error)
+            free = accelerator.free_device_bytes() or 0
+            shown = _shown_by(taken, error)
+            if shown.fits:
+                raise DeviceFullError(self._message(kept, free, shown)) from error
+        error.add_note(self._note(kept, shown.fits))
 
     def _kept(self, num_micro_batches: int) -> KeptHere | None:
         """What the step has kept on the device; None where that is nothing."""
@@ -110,20 +148,29 @@ class DeviceFull:
 
     # ---- what is told
 
-    def _message(self, kept: KeptHere, free: int, taken: int | None) -> str:
-        """`free`: bytes of the device between two steps; `taken`: of these by a step that keeps nothing, None: not known."""
-        keys, (cells, held) = kept.settings, kept.held
+    def _message(self, kept: KeptHere, free: int, shown: Shown) -> str:
+        """`free`: bytes of the device between two steps; `shown`: what of these a step takes that keeps nothing."""
+        keys = kept.settings
         got = f'null, and the run has chosen "{keys.keep}"' if self._parts.keeping.is_chosen else f'"{keys.keep}"'
         told = (
-            f"{_KEY}.keep: got {got}; the device is full, with {held} bytes that {cells} of {kept.num_cells} forwards (one"
-            f" layer of one micro-batch each) have kept on it for their backwards, up to {kept.cell_bytes} each; {free} bytes"
-            " of it are free between two steps"
+            f"{_KEY}.keep: got {got}; the device is full: it is out of memory. {kept.told}, up to {kept.cell_bytes} each;"
+            f" {free} bytes of it are free between two steps"
         )
-        if taken is None:
-            return f'{told}; write a smaller "keep_share" (now {keys.keep_share:g}), or "keep": "none", in {_KEY}{self._whole}'
-        room = free - taken - sum(item.num_bytes for item in self._parts.budget.on_device if item.what in _NOT_SHOWN)
-        remedies = " or ".join(self._remedies(kept, room))
-        return f"{told}, and without kept values this step takes {taken} of them; in {_KEY} write {remedies}{self._whole}"
+        if shown.taken is None:
+            raised = f"; run once more without kept values, this step has raised {shown.raised}" if shown.raised else ""
+            return (
+                f'{told}{raised}; write a smaller "keep_share" (now {keys.keep_share:g}), or "keep": "none", in {_KEY}{_WHOLE}'
+            )
+        not_shown = sum(item.num_bytes for item in self._parts.budget.on_device if item.what in _NOT_SHOWN)
+        room = free - shown.taken - not_shown
+        told = f"{told}, and without kept values this step takes {shown.taken} of them"
+        if room < 0:
+            less = "; ".join(self._smaller(keeps=False))
+            return (
+                f"{told}, beside up to {not_shown} bytes of gradients on their way: it may not fit without kept values either;"
+                f' in {_KEY} write "keep": "none", and what takes less beside: {less}{_WHOLE}'
+            )
+        return f"{told}; in {_KEY} write {' or '.join(self._remedies(kept, room))}{_WHOLE}"
 
     def _remedies(self, kept: KeptHere, room: int) -> Iterator[str]:
         """Changes of the section each of which makes the step fit. `room`: bytes of the device for what is kept."""
@@ -139,56 +186,62 @@ class DeviceFull:
                 break
         yield '"keep": "none"'
 
-    @property
-    def _whole(self) -> str:
-        whole = self._parts.optimizer.live.failure is None
-        return "; nothing of this step counts, and the run is as it was before it" if whole else ""
-
-    def _note(self, fits: bool) -> str:
+    def _note(self, kept: KeptHere | None, fits: bool) -> str:
         """Beside torch's own error. `fits`: nothing has shown that the step does not fit whatever it keeps."""
-        items, vertical = self._parts.budget.on_device, self._parts.vertical
+        items = self._parts.budget.on_device
         counted = ", ".join(f"{item.what} {item.num_bytes}" for item in items)
-        free = accelerator.free_device_bytes()
         also = "" if fits else " Without kept values, too, this step does not fit."
+        held = "" if kept is None else f" {kept.told}."
         return (
-            f"ds_vertical: the device is full.{also} The budget at the start has counted {_total(items)} bytes of it for this"
-            f" rank ({counted}), and leaves out what depends on the tokens: logits and loss, inputs of layers, what one layer's"
-            f" forward and backward hold of a micro-batch, and kept values. {free} bytes are free between two steps. What takes"
-            f" less: {'; '.join(_smaller(vertical.activations, vertical.prefetch_layers, vertical.blocks_per_layer))}"
+            f"ds_vertical: the device is full.{also}{held} The budget at the start has counted {_total(items)} bytes of it for"
+            f" this rank ({counted}), and leaves out what depends on the tokens: logits and loss, inputs of layers, what one"
+            f" layer's forward and backward hold of a micro-batch, and kept values. {accelerator.free_device_bytes()} bytes are"
+            f" free now. What takes less: {'; '.join(self._smaller())}"
         )
 
-
-def _smaller(activations: ActivationSettings, window: int, blocks: int) -> Iterator[str]:
-    """What takes less of a device, as far as it is not written already."""
-    yield "a smaller train_micro_batch_size_per_gpu, or shorter sequences"
-    if window:
-        yield f'"vertical_schedule.prefetch_layers": 0 (now {window})'
-    if blocks > 1:
-        yield f'"vertical_schedule.blocks_per_layer": 1 (now {blocks})'
-    if sum(activations.shares.values()) < 1:
-        yield f'"{_KEY}.device": "host"'
-    if activations.keep not in (None, "none"):
-        yield f'"{_KEY}.keep": "none" (now "{activations.keep}")'
+    def _smaller(self, keeps: bool = True) -> Iterator[str]:
+        """What takes less of a device, as far as it is not written already. `keeps`: kept values are among it."""
+        vertical, activations = self._parts.vertical, self._parts.vertical.activations
+        yield "a smaller train_micro_batch_size_per_gpu, or shorter sequences"
+        if vertical.prefetch_layers:
+            yield f'"vertical_schedule.prefetch_layers": 0 (now {vertical.prefetch_layers})'
+        if vertical.blocks_per_layer > 1:
+            yield f'"vertical_schedule.blocks_per_layer": 1 (now {vertical.blocks_per_layer})'
+        if sum(activations.shares.values()) < 1:
+            yield f'"{_KEY}.device": "host"'
+        if keeps and activations.keep not in (None, "none"):
+            yield f'"{_KEY}.keep": "none" (now "{activations.keep}")'
 
 
 def _total(items: tuple[BudgetItem, ...]) -> int:
     return sum(item.num_bytes for item in items)
 
 
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that have led to it, each once."""
+    each: BaseException | None = error
+    seen: set[int] = set()
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or each.__context__
+
+
 def _let_go(error: BaseException) -> None:
     """Of the frames that an error has left, whose variables hold memory of the device as long as the error lives."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    for each in _chain(error):
+        traceback.clear_frames(each.__traceback__)
     gc.collect()
     accelerator.synchronize()
 
 
-def _bytes_taken(taken: BytesTaken) -> tuple[int | None, bool]:
-    """What `taken` shows, and whether the device had room for it."""
+def _shown_by(taken: BytesTaken, failed: Exception) -> Shown:
+    """What `taken` shows, which may end by any error of the user's code. `failed`: that of the step, which is being handled,
+    and so is where each chain of errors ends."""
     try:
-        return taken(), True
+        return Shown(taken())
     except Exception as error:
         _let_go(error)
-        return None, not is_out_of_memory(error)
+        if any(is_out_of_memory(each) for each in itertools.takewhile(lambda each: each is not failed, _chain(error))):
+            return Shown(fits=False)
+        return Shown(raised=f"{type(error).__name__}: {error}")

@@ -115,7 +115,8 @@ class SelfCheck:
         _, undo = _state_now(self.parts, bodies)
         schedule = build_training(replace(self.step, outside=self.parts.outside_of(1)))
         with preserved(), generators_kept(), Changed(partial(undo, refuse=False)), Changed(self.gradients.drop_all):
-            self.runner.check(schedule, bodies, self.gradients, self.scale, _Deaf())
+            run = partial(self.runner.check, schedule, bodies, self.gradients, self.scale, _Deaf())
+            until_known(run, self.parts.start_over)
 
     def _plain(self, bodies: Sequence[Body]) -> Record:
         record = Record(self.parts.optimizer.gradient_accumulation_dtype)
