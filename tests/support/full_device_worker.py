@@ -43,38 +43,43 @@ SMALL = Sizes(256, 2, 64, 1 << 18)
 LARGE = Sizes(1024, 8, 1024, 1 << 29)  # for a GPU, which gives memory out by the MiB
 
 
+@dataclass(frozen=True)
 class Mood:
-    """How blocks of a model fail. `failing`: further ones of them, as `action` has it: "words" raises another error in the place
-    of the device's, from the second one on; "refuses" raises one behind it, whatever there is room for; "" none."""
+    """What blocks do once the device has been full: with "words" they raise another error in the place of its next one, and
+    with "refuses" they raise one in each forward; with "" they count their forwards, and a step starts over to know of it.
+    `marker`: the file that says that the device has been full; what Python holds is as it was ahead of a step that fails."""
 
-    def __init__(self, action: str = "") -> None:
-        self.action, self.num_full = action, 0
+    action: str
+    marker: Path
 
 
-class StatefulBlock(MixerBlock):
-    """Counts its forwards in a buffer, which a step must know of; see `Mood`."""
+class MoodyBlock(MixerBlock):
+    """See `Mood`."""
 
     def __init__(self, width: int, mood: Mood) -> None:
         super().__init__(width, dropout=0.1)
         self.mood = mood
-        self.register_buffer("count", torch.zeros(()))
+        if not mood.action:
+            self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.mood.num_full and self.mood.action == "refuses":
+        was_full = self.mood.marker.exists()
+        if was_full and self.mood.action == "refuses":
             raise KeyError("a tap that is closed")
-        self.count.add_(1)
+        if not self.mood.action:
+            self.count.add_(1)
         try:
             return super().forward(x)
         except torch.OutOfMemoryError as error:
-            self.mood.num_full += 1
-            if self.mood.num_full > 1 and self.mood.action == "words":
+            self.mood.marker.touch()
+            if was_full and self.mood.action == "words":
                 raise RuntimeError("the block failed") from error
             raise
 
 
-def stateful(mood: Mood, width: int) -> MixerModel:
+def moody(mood: Mood, width: int) -> MixerModel:
     model = MixerModel(0, width)
-    model.blocks = torch.nn.ModuleList(StatefulBlock(width, mood) for _ in range(NUM_LAYERS))
+    model.blocks = torch.nn.ModuleList(MoodyBlock(width, mood) for _ in range(NUM_LAYERS))
     return model
 
 
@@ -170,21 +175,25 @@ def failed(place: Path, activations: dict[str, Any], sizes: Sizes, capacity: int
     return found
 
 
+def values_of(model: Any) -> dict[str, torch.Tensor]:
+    return harness.read_weights(model) | {name: each.cpu().clone() for name, each in model.named_buffers()}
+
+
 def first(place: Path, sizes: Sizes, capacity: int, action: str = "") -> dict[str, Any]:
-    """A first step that the device has no room for, of a model with state of which nothing is known yet."""
+    """A first step that the device has no room for. `action`: see `Mood`."""
     place = Path(place, f"first{action}{capacity}")
     place.mkdir()
-    config = config_in(place, ALL_KEPT, self_check=False)
-    engine, model = harness.build_engine(config, partial(stateful, Mood(action), sizes.width), vertical=True, recording=False)
+    config, mood = config_in(place, ALL_KEPT, self_check=False), Mood(action, place / "full")
+    engine, model = harness.build_engine(config, partial(moody, mood, sizes.width), vertical=True, recording=False)
     found: dict[str, Any] = {}
     try:
-        before = state_of(engine, model) | {name: each.cpu() for name, each in model.named_buffers()}
+        before = values_of(model)
         with Limited(capacity):
             try:
                 engine.train_batch(iter(batches_of(sizes, 1)[0]))
             except Exception as error:
                 found.update(text=str(error), kind=type(error).__name__, notes=getattr(error, "__notes__", []))
-        after = state_of(engine, model) | {name: each.cpu() for name, each in model.named_buffers()}
+        after = values_of(model)
         found["differing"] = harness.differing(before, after)
     finally:
         harness.dispose(engine)
