@@ -107,6 +107,13 @@ def test_what_ends_the_run_without_kept_values_is_told(found: dict[str, Any]) ->
     assert worded["kind"] == "OutOfMemoryError" and "Without kept values, too, this step does not fit" in str(worded["notes"])
 
 
+def test_where_a_step_may_not_fit_without_kept_values_the_message_says_what_else_takes_less(found: dict[str, Any]) -> None:
+    tight = found["tight"]
+    assert tight["kind"] == "DeviceFullError" and tight["differing"] == []
+    told = r'it may not fit without kept values either; .* write "keep": "none", and what takes less beside: .*"vertical'
+    assert re.search(told, tight["text"]) and "keep_share" not in tight["text"], tight["text"]
+
+
 def test_a_step_that_has_torn_the_state_keeps_torchs_error_with_its_notes(found: dict[str, Any]) -> None:
     torn = found["torn"]
     assert torn["kind"] == "OutOfMemoryError", torn

@@ -293,6 +293,7 @@ def main(folder: str) -> int:
     found["first"] = first(Path(folder), SMALL, capacity + HALF_OF_WHAT_IS_KEPT)
     found["refuses"] = first(Path(folder), SMALL, capacity + HALF_OF_WHAT_IS_KEPT, "refuses")
     found["words"] = first(Path(folder), SMALL, capacity - SMALL.less, "words")
+    found["tight"] = failed(Path(folder), ALL_KEPT, SMALL, capacity + SMALL.less)
     found["torn"] = torn(Path(folder))
     module = torch.get_device_module(late_device.NAME)
     asked, module.mem_get_info = module.mem_get_info, silent
