@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import torch
 from deepspeed import comm as dist
 from deepspeed import init_distributed
 from deepspeed.accelerator import get_accelerator as _get_accelerator
 
-if TYPE_CHECKING:
-    import torch
+from ds_vertical.io import streams
 
 __all__ = [
     "device_name",
     "device_room",
-    "free_device_bytes",
     "dist",
+    "forget_peak",
+    "free_device_bytes",
     "get_accelerator",
     "init_distributed",
     "is_one_memory",
     "log",
     "log_own",
+    "peak_device_bytes",
     "synchronize",
+    "taken_by",
     "unlink_shared_workspace",
 ]
 
@@ -99,16 +103,20 @@ class DeviceMemory(Protocol):
         """Wait until the device has done all that it was given."""
         ...
 
-    def available_memory(self) -> int:
-        """Bytes of the device's memory that are free, or held by this process without a use."""
-        ...
-
     def memory_allocated(self) -> int:
         """Bytes of the device's memory that tensors of this process take."""
         ...
 
     def max_memory_allocated(self) -> int:
-        """The most that `memory_allocated` has been."""
+        """The most that `memory_allocated` has been since `reset_peak_memory_stats`, or since the start."""
+        ...
+
+    def reset_peak_memory_stats(self) -> None:
+        """Let `max_memory_allocated` begin anew."""
+        ...
+
+    def available_memory(self) -> int:
+        """Free bytes of the device's memory, as far as DeepSpeed knows."""
         ...
 
 
@@ -135,23 +143,43 @@ def synchronize() -> None:
 
 
 def free_device_bytes() -> int | None:
-    """Bytes of the device's own memory that are free now; None where the device computes in host memory."""
-    return None if is_one_memory() else _device_memory().available_memory()
+    """Bytes of the device's own memory that are free now, or that torch holds without a use; None where the device computes in
+    host memory. DeepSpeed's `available_memory` leaves the latter out on NVIDIA's GPUs, and elsewhere counts other processes'
+    memory as free: it is asked where torch's module of the device cannot tell, as with MPS and some of Intel's GPUs."""
+    if is_one_memory():
+        return None
+    try:
+        return streams.free_for_tensors(torch.device(device_name()))
+    except (AttributeError, RuntimeError):
+        return _device_memory().available_memory()
 
 
 def device_room() -> int | None:
     """Bytes of the device's own memory that nobody has used so far, at the time when this process used most; None where the
     device computes in host memory."""
-    if is_one_memory():
-        return None
-    found = _device_memory()
-    return max(0, found.available_memory() + found.memory_allocated() - found.max_memory_allocated())
+    free = free_device_bytes()
+    return None if free is None else max(0, free + _device_memory().memory_allocated() - peak_device_bytes())
 
 
 def peak_device_bytes() -> int:
-    """The most bytes of the device's own memory that tensors of this process have taken; 0 where the device computes in host
-    memory."""
+    """The most bytes of the device's own memory that tensors have taken here since `forget_peak`, or since the start; 0
+    where the device computes in host memory."""
     return 0 if is_one_memory() else _device_memory().max_memory_allocated()
+
+
+def forget_peak() -> None:
+    """Let `peak_device_bytes`, which is torch's own statistic, begin anew: a step that has filled the device would leave no
+    room for what later engines of this process keep."""
+    _device_memory().reset_peak_memory_stats()
+
+
+def taken_by(run: Callable[[], object]) -> int:
+    """The most bytes of the device's own memory that tensors have taken during `run`, beyond those ahead of it."""
+    memory = _device_memory()
+    forget_peak()
+    before = memory.memory_allocated()
+    run()
+    return memory.max_memory_allocated() - before
 
 
 def _device_memory() -> DeviceMemory:

@@ -48,7 +48,7 @@ from ds_vertical.io.host import keep_cores_for_this_thread
 from ds_vertical.io.runs import run_dir, stripes
 from ds_vertical.model.compiled_blocks import refuse_compiled_around
 from ds_vertical.model.layers import LayerMap, check_trainable, map_layers
-from ds_vertical.planner.memory_budget import backward_bytes
+from ds_vertical.planner.memory_budget import backward_bytes, device_items
 from ds_vertical.types import OFFLOAD_DEVICES, RunSettings, Tier
 
 _HALF_BYTES: Final = 2
@@ -307,13 +307,20 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         accelerator.log(f"ds_vertical: {line}")
-    kept_bytes = backward_bytes(forecast.shape, forecast.terms) if accelerator.is_one_memory() else 0
-    budget = HostBudget(host_bytes + read_ahead_bytes(forecast), kept_bytes, left, planner, forecast.pairs)
+    budget = _budget_of(forecast, host_bytes, left, planner)
     own = {"vertical": resolved, "layers": layers, "folder": run_folder(prepared), "budget": budget, "elastic": elastic}
     with compat_engine.substituted_engine(partial(VerticalEngine, **own)):
         returned = compat_engine.stock_initialize(config=prepared, **kwargs)
     write_full_weights(returned[0])
     return returned
+
+
+def _budget_of(forecast: Forecast, host_bytes: int, left: int, planner: KeepPlanner | None) -> HostBudget:
+    """What the engine hears of the budget. `host_bytes`, `left`: as `check_memory` has found them."""
+    shape, terms = forecast.shape, forecast.terms
+    kept_bytes = backward_bytes(shape, terms) if accelerator.is_one_memory() else 0
+    counted = device_items(shape, terms, forecast.further(0))
+    return HostBudget(host_bytes + read_ahead_bytes(forecast), kept_bytes, left, planner, forecast.pairs, counted)
 
 
 def _start_ranks(resolved: RunSettings, config: DeepSpeedJson) -> ElasticCounts | None:

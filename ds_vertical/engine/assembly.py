@@ -41,7 +41,7 @@ from ds_vertical.offload.param_shards import ShardFiles
 from ds_vertical.offload.param_store import ParamSettings, ParamStore
 from ds_vertical.offload.tensor_swapper import MOVED_REMEDY, HostMemory, TensorSwapper
 from ds_vertical.planner.activation_tiers import activation_tiers
-from ds_vertical.planner.memory_budget import layer_buffers
+from ds_vertical.planner.memory_budget import BudgetItem, layer_buffers
 from ds_vertical.schedule.activations import LOOK_AHEAD
 from ds_vertical.schedule.events import Outside, Unit
 from ds_vertical.schedule.levels import Arrival
@@ -56,7 +56,7 @@ class HostBudget:
     `needed`: in all, without activations, with what state that is read before the norm may come to. `kept`: of what one layer's
     backward frees, kept for the next one's. `left`: for activations, whose use `planner` chooses as far as the JSON leaves it
     open (None: it does not), and for that state. `pairs`: whether there is room for a layer's gradients that wait for the next
-    micro-batch's.
+    micro-batch's. `on_device`: what has been counted of a device with memory of its own.
     """
 
     needed: int
@@ -64,6 +64,7 @@ class HostBudget:
     left: int
     planner: KeepPlanner | None = None
     pairs: bool = True
+    on_device: tuple[BudgetItem, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ds_vertical.engine import metrics
 from ds_vertical.engine.assembly import StepParts, moved_tiers
 from ds_vertical.engine.call_guard import RUNNING
 from ds_vertical.engine.handlers import LossScale
+from ds_vertical.engine.keeping.device_full import DeviceFull
 from ds_vertical.engine.keeping.keeping import refuse_several_calls
 from ds_vertical.engine.metrics import DeviceUse, StepRecorder
 from ds_vertical.engine.module_hooks import suspended_hooks
@@ -33,7 +34,7 @@ from ds_vertical.io import host
 from ds_vertical.io.openmp_wait import WATCH
 from ds_vertical.model import batch as micro
 from ds_vertical.model.batch import LossFn
-from ds_vertical.model.layers import check_trainable, refuse_batch_flags
+from ds_vertical.model.layers import check_trainable, refuse_batch_flags, shares_weights
 from ds_vertical.model.micro_batch import Body
 from ds_vertical.model.state.module_state import global_generators_seeded
 from ds_vertical.model.state.restart import LearnedCalls, until_known
@@ -208,11 +209,6 @@ class TrainLoop:
         return self._recorder
 
 
-def shares_weights(module: nn.Module) -> bool:
-    """Whether a parameter has several names: tied weights, for which the arms agree up to rounding only."""
-    return sum(1 for _ in module.named_parameters(remove_duplicate=False)) > sum(1 for _ in module.parameters())
-
-
 def _epochs(loader: Iterable[object]) -> Iterator[object]:
     while True:
         yield from loader
@@ -266,7 +262,7 @@ class VerticalLoop(TrainLoop):
         self.call_model = ModelCall(parts.engine)
         self._parts = parts
         self._check, self._evaluations = check, EvaluationCheck(parts)
-        self._tracer = tracer
+        self._tracer, self._full = tracer, DeviceFull(parts)
         self._counts: Counts = OwnCounts(0)  # of the step under way, or of the one before
         self._weights: list[float] | None = None  # likewise: of this rank's losses in the mean; None: all the same
         self.scheduler_steps = 1  # of the learning rate scheduler, for a step that counts
@@ -329,8 +325,10 @@ class VerticalLoop(TrainLoop):
             fresh = [int(torch.randint(2**62, ()).item()) if seed is None else seed for seed in seeds]
             seeded_bodies = [replace(body, seed=seed) for body, seed in zip(bodies, fresh, strict=True)]
             if not self.is_recorded or self._parts.vertical.self_check:  # `ab` compares the losses itself
-                self._check.run(seeded_bodies, scale_of)
-            with self._tracer.step():
+                with self._full.explaining(0, None):
+                    self._check.run(seeded_bodies, scale_of)
+            taken = partial(self._check.bytes_taken, seeded_bodies, scale_of)
+            with self._full.explaining(len(bodies), taken), self._tracer.step():
                 run = partial(self.run_schedules, seeded_bodies, scale_of)
                 losses = until_known(run, partial(self._check.run_again, seeded_bodies, scale_of), _log, calls)
                 self.conclude()

@@ -60,6 +60,10 @@ class DeviceModule(Protocol):
         """Bytes of the device's memory that tensors of this process take."""
         ...
 
+    def memory_reserved(self) -> int:
+        """Bytes of the device's memory that torch has taken, tensors' and those that it holds for later ones."""
+        ...
+
     def mem_get_info(self) -> tuple[int, int]:
         """Free bytes of the device's memory, and all."""
         ...
@@ -91,6 +95,17 @@ def module_of(device: torch.device) -> DeviceModule:
 def _module(kind: str) -> DeviceModule:
     module: Any = torch.get_device_module(kind)
     return module
+
+
+def free_for_tensors(device: torch.device) -> int:
+    """Bytes of a device's memory that tensors may take: what is free of it, and what torch holds for later tensors."""
+    module = module_of(device)
+    return module.mem_get_info()[0] + max(0, module.memory_reserved() - module.memory_allocated())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device has had no memory left for a tensor: torch has one error for all devices."""
+    return isinstance(error, torch.OutOfMemoryError)
 
 
 @functools.cache

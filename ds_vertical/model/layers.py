@@ -354,6 +354,11 @@ def check_trainable(model: nn.Module, tell: Callable[[str], None]) -> None:
         tell("model.config.use_cache is set to False: training needs no KV cache, and a recompute would fill it twice")
 
 
+def shares_weights(module: nn.Module) -> bool:
+    """Whether a parameter has several names: tied weights, for which the arms agree up to rounding only."""
+    return sum(1 for _ in module.named_parameters(remove_duplicate=False)) > sum(1 for _ in module.parameters())
+
+
 def _refused_settings(model: nn.Module) -> Iterator[tuple[str, object, str]]:
     config = getattr(model, "config", None)
     configs: dict[str, Any] = {} if config is None else {"model.config": config}

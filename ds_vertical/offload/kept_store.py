@@ -8,7 +8,8 @@ Where a run has chosen by itself what to keep, a cell for which a tier has no ro
 computes all again. What the JSON asks for fails instead.
 
 Where device and host are one memory, what stays on the device takes host memory: it is counted against what the memory budget
-leaves. In two memories what rests in host memory is, and the device's memory is not checked.
+leaves. In two memories what rests in host memory is. How much of the device is free for the rest shows as that runs out, which
+ends the step: see `engine.keeping.device_full`.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class KeptStore:
         self.listener: Callable[[Cell, BoundaryTensors], None] | None = None  # hears of each cell's forward
         self.growth: Growth | None = None  # None: all steps have as many micro-batches as the first one
         self.most_bytes = 0  # of one cell, so far
+        self.abandoned = 0, 0  # cells, and bytes, that the device held for them where a step has failed
         self._most_moved = 0  # likewise, in whole pages
         self.resting: dict[Tier, tuple[int, int]] = {}
         self._tiers: Mapping[Cell, Tier] = {}
@@ -128,7 +130,7 @@ class KeptStore:
         """`tiers`: where the cells that leave the device rest, in the step that begins. `num_cells`: of those that could keep
         something."""
         self._tiers = tiers
-        self.resting = {}
+        self.resting, self.abandoned = {}, (0, 0)
         if self.growth is not None:
             self.growth.open_step(num_cells)
 
@@ -254,6 +256,8 @@ class KeptStore:
         """After an error: complete what is in flight, and forget everything. What is away is lost with the step."""
         if self.swapper is not None:
             self.swapper.abandon()
+        if any(self._on_device.values()):  # not where all is forgotten already
+            self.abandoned = len(self._on_device), sum(self._on_device.values())
         self._away.clear()
         self._on_device.clear()
 

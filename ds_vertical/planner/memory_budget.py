@@ -53,6 +53,9 @@ STATE_SHARES: Final = 20  # of the optimizer's state in host memory, which are t
 USED_BY_STATE: Final = 0.8  # of the host memory that all else leaves, where such a share is chosen
 READ_AHEAD: Final = "vertical_schedule.optimizer_read_ahead_bytes"
 USED_BY_READING: Final = 0.5  # of the host memory that all else leaves, for state that is read ahead of the norm
+BACKWARD: Final = "one layer's backward"
+NORM: Final = "norm of a gradient"
+LEAVING: Final = "gradients on their way"
 _KEEP: Final = "vertical_schedule.activations.keep"
 _IN_FLIGHT: Final = f"(up to {SLOTS} pieces; one without overlap)"
 _KNOBS: Final = (
@@ -234,6 +237,11 @@ def budget(shape: ModelShape, terms: BudgetTerms, further: tuple[BudgetItem, ...
     return tuple(sorted((item for item in items if item.num_bytes), key=lambda item: (item.tier, -item.num_bytes)))
 
 
+def device_items(shape: ModelShape, terms: BudgetTerms, further: tuple[BudgetItem, ...] = ()) -> tuple[BudgetItem, ...]:
+    """What is needed of a device with memory of its own, largest first; nothing where there is one memory."""
+    return tuple(item for item in budget(shape, terms, further) if item.tier is Tier.DEVICE)
+
+
 def total_bytes(items: tuple[BudgetItem, ...], tier: Tier) -> int:
     """The sum of a tier's items."""
     return sum(item.num_bytes for item in items if item.tier == tier)
@@ -335,13 +343,13 @@ def _device(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     inputs, passing = count * shape.num_layers + 2, count * min(2, shape.num_layers) + 1  # the last layer is fused
     inputs = inputs * (1 - off) + passing * off
     yield _item(Tier.DEVICE, "activations between layers", inputs * shape.activation_bytes, "gradient_accumulation_steps")
-    yield _item(Tier.DEVICE, "one layer's backward", backward_bytes(shape, terms), "train_micro_batch_size_per_gpu")
+    yield _item(Tier.DEVICE, BACKWARD, backward_bytes(shape, terms), "train_micro_batch_size_per_gpu")
     reducing = max(0, shape.reduce_bytes - backward_bytes(shape, terms))
-    yield _item(Tier.DEVICE, "norm of a gradient", reducing, "(largest parameter)")
+    yield _item(Tier.DEVICE, NORM, reducing, "(largest parameter)")
     reducing, leaves = shape.num_shards > 1, not terms.one_memory and terms.window > 0
     leaving = 1 / shape.num_shards if leaves else 0.0
     under_way = max(shape.unit_gradients) * shape.gradient_bytes * (reducing + leaving)
-    yield _item(Tier.DEVICE, "gradients on their way", under_way, "vertical_schedule.overlap")
+    yield _item(Tier.DEVICE, LEAVING, under_way, "vertical_schedule.overlap")
     yield from _kept(shape, terms, Tier.DEVICE)
 
 

@@ -118,6 +118,14 @@ def test_the_host_runs_ahead_of_the_device_by_no_more_layers_than_are_counted(tm
     assert found["grown"] <= (window + 2) * found["layer"] + found["rest"] + (4 << 20)
 
 
+@pytest.mark.gpu
+def test_a_full_gpu_fails_the_step_whole_and_says_what_fits(tmp_path: Path) -> None:
+    [found] = run_cases(tmp_path, "cuda", {"case": "full"})
+    assert found["kinds"] == ["DeviceFullError", "OutOfMemoryError", "OutOfMemoryError"] and found["left"] == [[]] * 3
+    assert found["mended"] == {change: [] for change in found["mended"]} and found["mended"], found["text"]
+    assert found["chosen"] == [] and 0 < found["cells"] < 24
+
+
 @pytest.mark.parametrize("device", ["cpu", "late", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_gradients_of_a_busy_device_are_whole_for_another_thread(tmp_path: Path, device: str) -> None:
     """In a process whose accelerator is the device: its driver locks the memory that they wait in."""

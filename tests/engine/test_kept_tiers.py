@@ -178,7 +178,7 @@ def with_limits(folder: Path, monkeypatch: pytest.MonkeyPatch, **machine: Any) -
 
 def with_room(monkeypatch: pytest.MonkeyPatch, room: dict[Tier, float | None]) -> None:
     """As much of each tier is free for what is kept; all else is measured."""
-    monkeypatch.setattr(keeping.RunKeeping, "_room", lambda _: room)
+    monkeypatch.setattr(keeping.RunKeeping, "room", lambda _: room)
 
 
 @pytest.mark.parametrize("policy", ["products", pytest.param("everything", marks=pytest.mark.slow)])

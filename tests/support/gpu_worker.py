@@ -166,6 +166,28 @@ def note_device(found: dict[str, int]) -> tuple[Any, Any]:
     return watch, look
 
 
+def full(folder: Path) -> dict[str, Any]:
+    """Steps that fill the device, and training with what the messages say to write: what differs from a run that keeps nothing.
+    `kept`, `chosen`: cells."""
+    import full_device_worker as worker
+
+    reference = worker.train(folder, {"keep": "none"}, worker.LARGE, worker.batches_of(worker.LARGE, 2))
+    found = worker.study(folder, worker.LARGE)
+
+    def differing(run: harness.Run) -> list[str]:
+        return harness.differing(reference.weights | reference.state, run.weights | run.state)
+
+    kept, chosen = found["kept"], found["chosen"]
+    return {
+        "kinds": [kept["kind"], *(each["kind"] for each in found["short"].values())],
+        "text": kept["text"],
+        "left": [kept["differing"], *(each["differing"] for each in found["short"].values())],
+        "mended": {change: differing(run) for change, run in found["mended"].items()},
+        "chosen": differing(chosen["run"]),
+        "cells": 0 if chosen["kept"] is None else sum(count for _, count in chosen["kept"].cells),
+    }
+
+
 def attention(folder: Path, dtype: str, backend: str) -> dict[str, Any]:
     """A Llama whose attention is one kernel of torch's, whose backward is told to be deterministic: stock's bits."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -265,6 +287,7 @@ CASES = {
     "activations": activations,
     "resumes": resumes,
     "settings": settings,
+    "full": full,
     "attention": attention,
     "compiled": compiled,
     "ahead": ahead,

@@ -100,6 +100,7 @@ def _module() -> types.ModuleType:
     made.get_device_name = lambda _=0: "late device"
     made.memory_allocated = torch.accelerator.memory_allocated
     made.max_memory_allocated = torch.accelerator.max_memory_allocated
+    made.memory_reserved = torch.accelerator.memory_allocated  # it holds none for later tensors
     made.mem_get_info = torch.accelerator.get_memory_info
     made.get_rng_state = lambda device=None: generator(device).get_state()
     made.set_rng_state = lambda state, device=None: generator(device).set_state(state)

@@ -17,9 +17,10 @@ from ds_vertical.compat import engine as compat_engine
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.step_shares import NUMBERS, Brought, StepShares
 from ds_vertical.engine.metrics import StepRecorder
-from ds_vertical.engine.train_loop import TrainLoop, device_use, seeded, shares_weights
+from ds_vertical.engine.train_loop import TrainLoop, device_use, seeded
 from ds_vertical.model import batch as micro
 from ds_vertical.model.batch import LossFn
+from ds_vertical.model.layers import shares_weights
 
 T = TypeVar("T")
 _LOOP: Final = "ds_vertical_stock_calls"  # attribute of an engine that is watched

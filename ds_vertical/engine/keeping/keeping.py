@@ -141,9 +141,9 @@ class RunKeeping:
             return
         self._stop_measuring(runner)
         if measuring is None:
-            own = nothing_measured(f"the code of a micro-batch calls the model {num_calls} times", self._room())
+            own = nothing_measured(f"the code of a micro-batch calls the model {num_calls} times", self.room())
         else:
-            own = measured_step(measuring.probe, measuring.times, self._layers, self._room(), self._asked.keep)
+            own = measured_step(measuring.probe, measuring.times, self._layers, self.room(), self._asked.keep)
             own = replace(own, num_micro_batches=measuring.num_micro_batches)
         self._take(planner.choose(own))
 
@@ -176,7 +176,7 @@ class RunKeeping:
         if self._measuring is not None:
             runner.probe, runner.tracer, self._measuring = None, self._measuring.tracer, None
 
-    def _room(self) -> _Room:
+    def room(self) -> _Room:
         """Further bytes that what is kept may take of each tier, on this rank."""
         here = ranks.ranks_on_this_host()
         ssd = 0.0 if self._folder is None else free_bytes(self._folder) / here

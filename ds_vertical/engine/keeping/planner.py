@@ -32,8 +32,8 @@ from ds_vertical.types import ActivationSettings, RunSettings, TensorKind, Tier
 
 _LATER: Final = "chosen behind the first step, which measures what it would save"
 _TIER_LATER: Final = "chosen behind the first step, which keeps nothing, and measures how much that would be"
-_USED: Final = 0.8  # of the room that is left in memory: later steps may need some of it
-_USED_ON_SSD: Final = 0.5  # of the free bytes: checkpoints need some, too
+USED: Final = 0.8  # of the room that is left in memory: later steps may need some of it
+USED_ON_SSD: Final = 0.5  # of the free bytes: checkpoints need some, too
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class KeepPlanner:
         """Everything that the device has room for; nothing is on SSD, so nothing but memory decides."""
         point = step.keep_menu(self._num_layers, self._blocks).points[-1]
         count, room = num_cells(self._num_layers, self.forecast.terms.num_micro_batches), self._room(step, Tier.DEVICE)
-        share = 1.0 if room is None or not point.num_bytes else min(1.0, _USED * room / (count * point.num_bytes))
+        share = 1.0 if room is None or not point.num_bytes else min(1.0, USED * room / (count * point.num_bytes))
         kept = rounded(KeptShare(point, device=share), self._num_layers, self.forecast.terms.num_micro_batches)
         if not kept.total:
             return self._fixed("the memory budget leaves no room for what a layer would keep")
@@ -155,7 +155,7 @@ class KeepPlanner:
 
     def _limits(self, problem: LpProblem, shape: ModelShape, step: MeasuredStep) -> dict[Tier, float | None]:
         """Bytes per tier: what the run takes of it by the planner's own formulas, and a part of the room that is left."""
-        used = {Tier.DEVICE: _USED, Tier.HOST: _USED, Tier.SSD: _USED_ON_SSD}
+        used = {Tier.DEVICE: USED, Tier.HOST: USED, Tier.SSD: USED_ON_SSD}
         limits: dict[Tier, float | None] = {}
         for tier in Tier:
             taken, room = linear_program.tier_bytes(problem, shape.placement, tier), self._room(step, tier)

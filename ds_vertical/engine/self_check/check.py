@@ -85,11 +85,8 @@ class SelfCheck:
 
     def run(self, bodies: Sequence[Body]) -> tuple[str, Exception | None]:
         """Compare both orders over these micro-batches. Returns a line of what it took, and what is wrong."""
-        functions = [function for body in bodies for function in body.functions]
-        blocks = [block.module for block in self.layers.blocks]
         with self._agreed():
-            snapshot = Snapshot(*survey(self.parts.module, blocks, functions)[:2])
-            undo = partial(put_state_back, snapshot, Snapshot(*survey_backward(self.parts.module)))
+            snapshot, undo = _state_now(self.parts, bodies)
         failed = Changed(self.gradients.drop_all, only_if_failed=True)
         with preserved(), generators_kept(), Changed(partial(undo, refuse=False)), failed:
             start = time.perf_counter()
@@ -112,6 +109,14 @@ class SelfCheck:
             error = self._diagnosis.of_difference(found[0]) if found else None
         took = f"{middle - start:.1f} s in torch's order, {time.perf_counter() - middle:.1f} s in the schedule's"
         return f"self_check: {len(bodies)} micro-batches, {took}: {'they differ' if error else 'they agree'}", error
+
+    def run_alone(self, bodies: Sequence[Body]) -> None:
+        """Run the schedule alone over these micro-batches, and compare nothing. All is then as it was, after an error, too."""
+        _, undo = _state_now(self.parts, bodies)
+        schedule = build_training(replace(self.step, outside=self.parts.outside_of(1)))
+        with preserved(), generators_kept(), Changed(partial(undo, refuse=False)), Changed(self.gradients.drop_all):
+            run = partial(self.runner.check, schedule, bodies, self.gradients, self.scale, _Deaf())
+            until_known(run, self.parts.start_over)
 
     def _plain(self, bodies: Sequence[Body]) -> Record:
         record = Record(self.parts.optimizer.gradient_accumulation_dtype)
@@ -206,6 +211,24 @@ class SelfCheck:
             self.gradients.drop(unit)
         self.gradients.free()
         return sums
+
+
+def _state_now(parts: StepParts, bodies: Sequence[Body]) -> tuple[Snapshot, Callable[..., None]]:
+    """What the modules hold, and what puts that back."""
+    functions = [function for body in bodies for function in body.functions]
+    blocks = [block.module for block in parts.layers.blocks]
+    snapshot = Snapshot(*survey(parts.module, blocks, functions)[:2])
+    return snapshot, partial(put_state_back, snapshot, Snapshot(*survey_backward(parts.module)))
+
+
+class _Deaf:
+    """Notes no gradients."""
+
+    def note_gradient(self, micro_batch: int, param: nn.Parameter) -> None:
+        """One of a micro-batch's."""
+
+    def note_sum(self, param: nn.Parameter, total: torch.Tensor, rounded: torch.dtype) -> None:
+        """Their sum."""
 
 
 def model_fingerprint(model: nn.Module, settings: Any) -> str:

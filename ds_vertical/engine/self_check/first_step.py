@@ -7,8 +7,10 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -113,6 +115,20 @@ class FirstStepCheck:
         self._further.note_agreed()
         self._is_done, self.checked_model = True, model
 
+    def bytes_taken(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> int | None:
+        """The most bytes of the device that forwards and backwards of a step over these micro-batches take, which keep nothing:
+        they run once more, and change nothing. None where that would show something else: beside other ranks, in a loop of the
+        three calls, where activations move or a step has two halves. Raises what they raise."""
+        parts, vertical = self._parts, self._parts.vertical
+        parted = ranks.world_size() > 1 or vertical.acco is not None or parts.activations is not None
+        if parted or any(body.checked is not None for body in bodies):
+            return None
+        parts.optimizer.flush()
+        order, snake, window = vertical.order, vertical.snake, vertical.prefetch_layers
+        step = TrainingStep(parts.layers.num_layers, len(bodies), order, snake, window)
+        with self._running():
+            return accelerator.taken_by(partial(SelfCheck(parts, step, scale_of(len(bodies))).run_alone, bodies))
+
     def _check(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> None:
         own = min(len(bodies), NUM_MICRO_BATCHES)  # a single one has no other beside it in the steps either
         count = own if ranks.world_size() == 1 else ranks.largest_of_all_ranks(own)  # torch's order gathers for each of them
@@ -132,13 +148,7 @@ class FirstStepCheck:
             parts.gradients.refuse_frozen({id(param): name for name, param in parts.module.named_parameters()})
             parts.optimizer.flush()
         check = SelfCheck(parts, step, scale)
-        with (
-            parts.optimizer.calls.running(),
-            WATCH.watching(),
-            suspended_hooks(parts.engine, parts.layers),
-            torch.enable_grad(),
-            parts.optimizer.live.schedule_running(),
-        ):
+        with self._running():
             try:
                 line, error = check.run(bodies)
             except PlainOrderError as failure:  # nothing is known to be wrong, and there is nothing to compare with
@@ -151,6 +161,19 @@ class FirstStepCheck:
         with parts.optimizer.live.agreed("self_check"):
             if error is not None:
                 raise error
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """In the block schedules run."""
+        parts = self._parts
+        with (
+            parts.optimizer.calls.running(),
+            WATCH.watching(),
+            suspended_hooks(parts.engine, parts.layers),
+            torch.enable_grad(),
+            parts.optimizer.live.schedule_running(),
+        ):
+            yield
 
 
 def _checked(body: Body) -> Body:
