@@ -60,8 +60,8 @@ run() { # one command, within what is left of the stage's time
 
 [ -z "$wheels" ] || run "$python" -m pip install --no-index --no-deps "$wheels"/*.whl
 [ -n "$prints" ] || mkdir -p "$out"
-# Ahead of all else: both kinds together took 160 s on 16 cores, while async_io's 12 files were compiled two at a time. Of shares by
-# an op's files 90 s are assumed, and 60 s for one kind.
+# Ahead of all else. On 16 cores the ops of both devices took 160 s, when async_io's 12 files were compiled two at a time. Now an
+# op has as many files at a time as is its share of all: 90 s for both devices, and 60 s for one, are assumed.
 [ "$stage" != tests ] || run env DS_ACCELERATOR=cpu "$python" -m ds_vertical.cli.main build-ops
 run "$python" -m ds_vertical.cli.main build-ops
 
@@ -69,7 +69,7 @@ run "$python" -m ds_vertical.cli.main build-ops
 #
 # How many steps fit, by what was measured of 1.04 billion parameters at M = 16, on 2026-11-26 on an SSD of 1.5 GB/s read and
 # 1.8 GB/s write. Stock: 49 s of set-up, and 70 s a step, of (4 M + 16) bytes read and 18 written for each parameter. The vertical
-# arm: 42 s of set-up, 11 and 13 s for its two steps, 11 s to end. All of it is taken to grow with parameters, and stock's steps
+# arm: 42 s of set-up, 11 and 13 s for its two steps, and 11 s or more to end. All of it is taken to grow with parameters, and stock's steps
 # with bytes. The first step is not counted. With 60 s for the ops, and 70 s in reserve, of 600 s:
 #   ab4, 2.1 billion, 2 steps:   60 s, stock 99 + 2 * 71 s, vertical 85 + 48 + 22 s: 456 s
 #   ab16, 1.3 billion, 2 steps:  60 s, stock 61 + 2 * 88 s, vertical 52 + 30 + 14 s: 393 s

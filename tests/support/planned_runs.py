@@ -19,7 +19,7 @@ from ds_vertical.engine import memory_check
 from ds_vertical.model.hf import build_model
 from ds_vertical.model.layers import map_layers
 from ds_vertical.planner import linear_program, machine, memory_budget, search
-from ds_vertical.planner.candidate import Candidate, fits, in_pairs
+from ds_vertical.planner.candidate import Candidate, fits
 from ds_vertical.planner.model_shape import ModelSpec, estimated
 from ds_vertical.planner.search import Task
 from ds_vertical.types import Tier, TierBytes
@@ -141,6 +141,3 @@ def run_bytes(forecast: memory_check.Forecast) -> dict[str, int]:
 
 def _by_name(items: tuple[memory_budget.BudgetItem, ...]) -> dict[str, int]:
     return {item.what: item.num_bytes for item in items if item.tier is Tier.HOST}
-
-
-__all__ = ["BASELINE", "CPU", "MODELS", "Setting", "forecast_of", "in_pairs", "limits", "planned_bytes", "run_bytes", "spec_of"]
