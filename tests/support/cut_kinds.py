@@ -98,6 +98,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "everything": {"clip": 0.05, "section": SECTION | {"activations": {"keep": "everything", "keep_device": "ssd"}}},
     "gradients": {"clip": 0.05, "section": SECTION | {"gradient_host_share": 0.0, "optimizer_speculation": False}},
     "shared": {"clip": 0.05, "section": SECTION | {"optimizer_host_share": 0.6}},
+    "read ahead": {
+        "clip": 0.05,
+        "section": SECTION | {"optimizer_speculation": False, "optimizer_read_ahead_bytes": 1 << 26},
+    },
     "fetched": {"clip": 0.05, "section": SECTION | {"outside_layers": "fetched"}},
     "no overlap": {"clip": 0.0, "section": SECTION | {"overlap": False}},
     "memory": {"clip": 0.05, "params": "cpu", "optimizer": "cpu"},
