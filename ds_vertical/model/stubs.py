@@ -225,7 +225,9 @@ class ParameterWatch(TorchFunctionMode):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.found = False
-        self._ids = set(map(id, module.parameters()))
+        params = list(module.parameters())
+        self._ids = set(map(id, params))
+        self._frozen = {param.untyped_storage().data_ptr() for param in params if not param.requires_grad}
         self._first_node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
     def __torch_function__(  # override
@@ -256,7 +258,16 @@ class ParameterWatch(TorchFunctionMode):
             if type(node).__name__ == "AccumulateGrad":
                 self.found = id(node.variable) in self._ids  # type: ignore[attr-defined]
             elif node._sequence_nr() >= self._first_node:  # type: ignore[attr-defined]
+                self.found = bool(self._frozen) and self._may_keep_frozen(node)
                 waiting += [following for following, _ in node.next_functions]
+
+    def _may_keep_frozen(self, node: object) -> bool:
+        """Whether a node may keep a frozen parameter for its backward. What a graph of TorchScript keeps is not shown."""
+        if type(node).__name__ == "DifferentiableGraphBackward":
+            return True
+        kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        tensors = (each for each in pytree.tree_leaves(kept) if isinstance(each, torch.Tensor))
+        return any(each.untyped_storage().data_ptr() in self._frozen for each in tensors)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

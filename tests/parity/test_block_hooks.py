@@ -155,6 +155,15 @@ class Scripted(Scaled):
         self.blocks[2].register_forward_hook(lambda block, args, output: product(output, block.scale))
 
 
+class FrozenScripted(Scaled):
+    """In TorchScript with frozen parameters: no node of the graph leads to them, but some keep them for the backward."""
+
+    def put_on(self) -> None:
+        for block in self.blocks[:-1]:
+            block.register_forward_hook(lambda block, args, output: product(output, block.scale))
+            block.scale.requires_grad_(False)
+
+
 class WithKeywords(Scaled):
     """Hooks behind the blocks in the middle that get keyword arguments, and beside them hooks of the backward."""
 
@@ -191,7 +200,7 @@ class Logging(Scaled):
 
 
 CASES = [Scaled, InAllBlocks, InTheLast, Reading, Counting, Frozen]
-CASES += [InTheFirst, ByLayer, ByFrozenLayer, ByFunction, Scripted, WithKeywords, Late, Twice, Logging]
+CASES += [InTheFirst, ByLayer, ByFrozenLayer, ByFunction, Scripted, FrozenScripted, WithKeywords, Late, Twice, Logging]
 
 
 def outcome(case: type[Base], folder: Path, num: int, dtype: str, vertical: bool, **section: Any) -> dict[str, Any]:
@@ -242,6 +251,7 @@ def test_it_has_stocks_bits_in_stocks_order(tmp_path: Path, case: type[Base]) ->
         pytest.param(ByFrozenLayer, ["blocks.2"], marks=pytest.mark.slow),
         pytest.param(ByFunction, ["blocks.2"], marks=pytest.mark.slow),
         pytest.param(Scripted, ["blocks.2"], marks=pytest.mark.slow),
+        (FrozenScripted, ["blocks.2"]),
         pytest.param(Logging, [], marks=pytest.mark.slow),
     ],
 )
