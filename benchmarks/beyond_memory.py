@@ -35,16 +35,16 @@ from ds_vertical.cli.common import parse_bytes
 from ds_vertical.config.section import SECTION
 from ds_vertical.engine.metrics import METRICS_VARIABLE, StepRecord
 
-DIMS: Final = (
-    "hidden_size=2048",
-    "num_hidden_layers=24",
-    "intermediate_size=5632",
-    "num_attention_heads=16",
-    "num_key_value_heads=16",
-    "vocab_size=32000",
-    "tie_word_embeddings=false",
-)
-BUFFERS: Final = {"buffer_size": 65_536_000, "buffer_count": 8}  # of offload_param: the embedding fits, and stock holds a block
+DIMS: Final = {  # of a Llama
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+BUFFERS: Final = 8  # of offload_param, in both arms: stock holds the seven matrices of a block
 LEAST: Final = "least"
 TOO_LITTLE: Final = 1  # host_memory_bytes with which the engine says how much it needs
 LOG_LINES: Final = 30
@@ -129,8 +129,9 @@ def config_of(options: argparse.Namespace, vertical: bool, allowed: int) -> dict
     """The JSON of a run."""
     arms = inturn.arms(options)
     arm = arms.vertical if vertical else arms.stock
-    zero = arm["zero_optimization"]
-    zero |= {"offload_param": zero["offload_param"] | BUFFERS}
+    zero, hidden = arm["zero_optimization"], options.dims["hidden_size"]
+    largest = hidden * max(options.dims["vocab_size"], options.dims["intermediate_size"])
+    zero |= {"offload_param": zero["offload_param"] | {"buffer_count": BUFFERS, "buffer_size": largest}}
     section = arm.get(SECTION, {}) | ({"host_memory_bytes": allowed} if vertical else {})
     return {**arm, "zero_optimization": zero, SECTION: section}
 
@@ -141,7 +142,8 @@ def run_one(options: argparse.Namespace, vertical: bool, allowed: int, limit: in
     with inturn.scratch_folder(options, config) as folder, memory_group(limit) as group:
         (folder / "nvme").mkdir()
         (folder / "config.json").write_text(json.dumps(inturn.placed(config, str(folder / "nvme"))))
-        words = ["--deepspeed_config", str(folder / "config.json"), "--model", "llama", "--dims", *DIMS]
+        words = ["--deepspeed_config", str(folder / "config.json"), "--model", "llama"]
+        words += ["--dims", *(f"{key}={json.dumps(value)}" for key, value in options.dims.items())]
         words += ["--steps", str(options.steps), "--seq", str(options.tokens), "--out", str(folder / "out")]
         command = group.wrap([sys.executable, str(inturn.ROOT / "scripts" / "train.py"), *words])
         status, log = _ended(command, folder)
@@ -213,6 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--allowed", default=f"{LEAST},6G,10G,16G", help="bytes of the vertical arm's groups")
     parser.add_argument("--stock", default="7G,14G", help="bytes of the stock arm's groups; empty: none")
     parser.add_argument("--steps", type=int, default=3, help="of each run; the first does not count")
+    parser.add_argument("--dims", type=lambda text: DIMS | json.loads(text), default=DIMS, help="others, as a JSON object")
     parser.add_argument("--whole", type=parse_bytes, default=parse_bytes("20G"), help="of the group that finds the least")
     options = parser.parse_args(argv)
     runs = []
@@ -221,8 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         allowed = least_bytes(options) if text == LEAST else parse_bytes(text)
         runs.append(run_one(options, vertical, allowed, allowed))
         print(told(runs[-1]), flush=True)
-    content = made_of() | {"checkout": describe(inturn.ROOT), "dims": DIMS}
-    content |= {key: getattr(options, key) for key in ("micro_batches", "tokens", "clip", "steps")}
+    content: dict[str, Any] = made_of() | {"checkout": describe(inturn.ROOT)}
+    content |= {key: getattr(options, key) for key in ("dims", "micro_batches", "tokens", "clip", "steps")}
     content["runs"] = [{**found, "median": figures(found)} for found in runs]
     target = inturn.ROOT / "benchmarks" / "beyond_memory" / f"{content['date'][:10]}.json"
     portable.write(target, content, inturn.ROOT / "runs" / "beyond_memory", "beyond_memory")
