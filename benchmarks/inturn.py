@@ -61,7 +61,7 @@ class Stepper:
             self._process = subprocess.Popen(
                 command if group is None else group.wrap(command),
                 cwd=checkout,
-                env=os.environ | _RANK | {"MASTER_PORT": str(_free_port()), "PYTHONPATH": str(checkout)},
+                env=environment() | {"PYTHONPATH": str(checkout)},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -128,6 +128,11 @@ class Trainer(Stepper):
 
 
 _RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
+
+
+def environment() -> dict[str, str]:
+    """That of a process that is the only rank of its run."""
+    return os.environ | _RANK | {"MASTER_PORT": str(_free_port())}
 
 
 def _free_port() -> int:
