@@ -1,6 +1,6 @@
 """What a run takes of the machine besides memory, against what there is, before a file of it is made: the disk, open files, the
 kernel's events of asynchronous I/O, its limit of locked memory. What `prepare` can know already is checked there: memory that
-zero.Init locks.
+zero.Init locks for the stock arm.
 
 All ranks decide together: another schedule on one rank would leave the others in a collective for ever.
 """

@@ -15,6 +15,8 @@ from typing import Any
 import memory_groups
 import pytest
 import torch
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
+from deepspeed.runtime.zero import partition_parameters
 from harness import base_config, read_weights, running, small_buffers
 from models import MixerModel
 from pages import resident_pages
@@ -49,18 +51,38 @@ def test_a_process_that_is_held_to_what_a_refusal_advises_builds_the_model_and_t
     assert peak <= advised
 
 
-@pytest.mark.parametrize("under_zero_init", [True, False])
-def test_only_the_stock_arm_locks_the_buffers_of_parameters(tmp_path: Path, under_zero_init: bool) -> None:
-    weights: dict[bool, dict[str, torch.Tensor]] = {}
+def test_only_the_stock_arm_locks_the_buffers_of_parameters_and_both_write_the_same_weights(tmp_path: Path) -> None:
+    locked, weights = {}, {}
     for vertical in (False, True):
         config = small_buffers(base_config(tmp_path / str(vertical), dtype="fp32"))
         before = status("VmLck")
-        with running(config, MixerModel, vertical=vertical, under_zero_init=under_zero_init) as (_, model):
-            swapper: Any = next(model.parameters()).nvme_swapper
-            held = swapper.buffers.numel() * swapper.buffers.element_size()
-            assert swapper.param_buffer_count == len(swapper.available_buffer_ids) == 12
-            assert held >= 12 * 300_000 * 4
-            resident = resident_pages(swapper.buffers)
-            assert resident == 0 if vertical else (status("VmLck") - before) * 1024 >= held
+
+        def build(vertical: bool = vertical, before: int = before) -> MixerModel:
+            locked[vertical] = 1024 * (status("VmLck") - before)  # zero.Init has its buffers by now
+            return MixerModel()
+
+        with running(config, build, vertical=vertical) as (_, model):
             weights[vertical] = read_weights(model)
+    assert locked[False] >= 12 * 300_000 * 4 and locked[True] == 0
     assert all(torch.equal(weights[True][name], weight) for name, weight in weights[False].items())
+
+
+def test_the_buffers_of_a_model_that_was_not_built_under_zero_init_are_not_locked_either(tmp_path: Path) -> None:
+    most: list[int] = []
+    before = status("VmLck")
+
+    class Watched(AsyncPartitionedParameterSwapper):
+        """Notes what is locked as the first parameter is written, ahead of any other buffer."""
+
+        def get_buffer(self, *given: Any) -> Any:
+            most.append(1024 * (status("VmLck") - before))
+            return super().get_buffer(*given)
+
+    config = small_buffers(base_config(tmp_path, dtype="fp32"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition_parameters, "AsyncPartitionedParameterSwapper", Watched)
+        with running(config, MixerModel, vertical=True, under_zero_init=False) as (_, model):
+            swapper: Any = next(model.parameters()).nvme_swapper
+            assert swapper.param_buffer_count == len(swapper.available_buffer_ids) == 12
+            assert swapper.buffers.nbytes >= 12 * 300_000 * 4 and resident_pages(swapper.buffers) == 0
+    assert most and most[0] == 0
