@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_vertical.compat.ops.load import new_disk_queue
@@ -114,9 +115,11 @@ def queue_parameters(folder: Path | None) -> None:
 
     @functools.wraps(stock)
     def configure(self: AsyncPartitionedParameterSwapper, ds_config: DeepSpeedConfig) -> None:
-        unlocked = _leaves_unlocked(ds_config)
+        param = ds_config.zero_config.offload_param
+        assert param is not None  # which zero.Init has looked at
+        unlocked = _leaves_unlocked(param)
         if unlocked:
-            with _without_buffers(ds_config):
+            with _without_buffers(param):
                 stock(self, ds_config)
             _map_buffers(self)
         else:
@@ -130,15 +133,13 @@ def queue_parameters(folder: Path | None) -> None:
     AsyncPartitionedParameterSwapper._configure_aio = configure
 
 
-def _leaves_unlocked(ds_config: DeepSpeedConfig) -> bool:
-    param = ds_config.zero_config.offload_param
-    return os.path.realpath(param.nvme_path) in _unlocked and param.buffer_count * param.buffer_size > 0
+def _leaves_unlocked(param: DeepSpeedZeroOffloadParamConfig) -> bool:
+    return os.path.realpath(param.nvme_path or "") in _unlocked and param.buffer_count * param.buffer_size > 0
 
 
 @contextmanager
-def _without_buffers(ds_config: DeepSpeedConfig) -> Iterator[None]:
+def _without_buffers(param: DeepSpeedZeroOffloadParamConfig) -> Iterator[None]:
     """Let DeepSpeed make a swapper without a buffer meanwhile."""
-    param = ds_config.zero_config.offload_param
     count, param.buffer_count = param.buffer_count, 0
     try:
         yield

@@ -298,7 +298,9 @@ def _event_faults(forecast: Forecast, config: dict[str, Any], resolved: RunSetti
         return  # a container that hides them
     here = ranks.ranks_on_this_host()
     ssds = len(resolved.nvme_paths or [""])
-    swapped = ssds * (_swaps_parameters(forecast, config) + (ssds > 1))  # queues of ours that DeepSpeed's swappers move files by
+    swapped = ssds * (
+        _swaps_parameters(forecast, config) + (ssds > 1)
+    )  # queues of ours that DeepSpeed's swappers move files by
     needed = here * _depth(config) * (len(_queues(forecast, resolved, 0)) * ssds + _STOCK_HANDLES + swapped)
     if needed > most - taken:
         yield (

@@ -74,9 +74,9 @@ def test_the_buffers_of_a_model_that_was_not_built_under_zero_init_are_not_locke
     class Watched(AsyncPartitionedParameterSwapper):
         """Notes what is locked as the first parameter is written, ahead of any other buffer."""
 
-        def get_buffer(self, *given: Any) -> Any:
+        def get_buffer(self, param: Any, numel: int) -> Any:
             most.append(1024 * (status("VmLck") - before))
-            return super().get_buffer(*given)
+            return super().get_buffer(param, numel)
 
     config = small_buffers(base_config(tmp_path, dtype="fp32"))
     with pytest.MonkeyPatch.context() as patch:
