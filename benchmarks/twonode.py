@@ -6,8 +6,9 @@
 
 The two hosts are this machine's (`rig/hosts.py`: network namespaces, a shaped link, DeepSpeed's own launcher with a hostfile).
 All arms are launched first. Then each takes a step in turn while the others wait. Which arm begins changes from turn to turn,
-and the first step of each arm does not count. The bytes of a step are what a host's interface has counted between the first
-rank's start and the last rank's end. The little that the ranks of waiting arms send each other meanwhile is among them.
+and the first step of each arm does not count. Ranks that wait take next to nothing of the cores: they say once a second that
+they are alive. The bytes of a step are what a host's interface has counted between the first rank's start and the last rank's
+end. The little that the ranks of waiting arms send each other meanwhile is among them.
 
 `--slow nodeB:25`, or `--slow B:25`, gives nodeB a quarter of its half of the cores; the other host then has its half and no
 more. With `uneven` and the arms of acco 16 micro-batches of 128 tokens are the default. With `uneven` the first 3 steps of each
@@ -22,6 +23,7 @@ import contextlib
 import copy
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -38,7 +40,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 READY_S: Final = 600.0  # for a launch to build its models
 STEP_S: Final = 900.0  # for a step
 LOG_LINES: Final = 30
-POLL_S: Final = 0.005
+POLL_S: Final = 0.05  # while ranks take a step: they measure its seconds themselves, and need the cores
 LINKS_MB: Final = 16  # of what `limits --links` sends: as much as a unit of gpt_101m
 SETTLING: Final = 3  # steps in which ranks settle how many micro-batches each takes
 Config = dict[str, Any]
@@ -147,6 +149,11 @@ class Arm:
         self._log = self._turns / "log"
         words = ["--deepspeed_config", str(path), "--model", options.model, "--tokens", str(options.tokens)]
         words += ["--turns", str(self._turns)]
+        pipes = [steps.turns_path(self._turns, rank) for rank in range(self._num_ranks)]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        # for reading, too: so this does not wait for the rank, and a line stays until the rank reads it
+        self._pipes = [os.open(pipe, os.O_RDWR) for pipe in pipes]
         self._process = launch.start(hosts, Path(steps.__file__), words, self._log, port)
 
     def wait_ready(self) -> None:
@@ -158,7 +165,7 @@ class Arm:
         self._number += 1
         before, busy = self._hosts.inbound_bytes(), _busy_seconds()
         start = time.perf_counter()
-        steps.turn_path(self._turns, self._number).touch()
+        self._tell(steps.TURN)
         ranks = self._wait(STEP_S)
         seconds, after = time.perf_counter() - start, self._hosts.inbound_bytes()
         found = {
@@ -173,12 +180,18 @@ class Arm:
 
     def close(self) -> None:
         """Tell all ranks to end, and end the launch after 60 s. What still runs then ends with its host."""
-        (self._turns / steps.END).touch()
+        self._tell(steps.END)
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        for pipe in self._pipes:
+            os.close(pipe)
+
+    def _tell(self, word: str) -> None:
+        for pipe in self._pipes:
+            os.write(pipe, f"{word}\n".encode())
 
     def _wait(self, limit_s: float) -> list[Any]:
         """Wait until each rank has said something of the present step; returns that. Raises ArmError."""

@@ -27,7 +27,7 @@ from ds_vertical.model.hf import read_fields
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.linear_program import LpProblem
-from ds_vertical.planner.machine import Machine, Profile, read_profile
+from ds_vertical.planner.machine import NET_CORES, Machine, Profile, read_profile
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
 from ds_vertical.planner.network import INT4_BYTES, INT8_BYTES, Network, level_choice
 
@@ -47,8 +47,7 @@ def rank_machine(profile: Profile, num_ranks: int, record: Mapping[str, Any]) ->
     """This machine as one of all ranks sees it, with the links of a record."""
     machine = profile.machine.shared(num_ranks).with_links(record["links"]["links"])
     # the load of one host's ranks is counted; the other host's ranks load the same cores
-    names = ("net_core_s_per_byte", "net_round_core_s_per_element")
-    return replace(machine, **{name: NODES * getattr(machine, name) for name in names})
+    return replace(machine, **{name: NODES * cost for name in NET_CORES if (cost := getattr(machine, name)) is not None})
 
 
 def candidate(
