@@ -42,7 +42,7 @@ def _say(path: Path, content: object) -> None:
     new.rename(path)
 
 
-def _told(path: Path) -> Iterator[int]:
+def told(path: Path) -> Iterator[int]:
     """The numbers of steps, each when the rank may take it."""
     with path.open() as lines:
         turns = itertools.takewhile(lambda line: line.strip() == TURN, lines)
@@ -78,7 +78,7 @@ def _train(options: argparse.Namespace) -> None:
     size = engine.train_micro_batch_size_per_gpu(), options.tokens
     batches = _batches(rank, shape.vocab_size, size, engine.device)
     _say(done_path(options.turns, 0, rank), "ready")
-    for number in _told(turns_path(options.turns, rank)):
+    for number in told(turns_path(options.turns, rank)):
         start = time.perf_counter()
         loss = engine.train_batch(batches)
         found: dict[str, Any] = {"step_s": time.perf_counter() - start, "loss": float(loss)}

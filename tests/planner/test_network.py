@@ -264,7 +264,10 @@ def test_a_step_takes_the_price_of_its_own_collectives() -> None:
     """Both prices load the cores to the full, where they count."""
     fast = replace(MACHINE, net_local_bytes_per_s=1e9, net_cross_bytes_per_s=2e6)
     for network in (FLAT, LEVELS):
-        both = {levels: replace(fast, net_core_s_per_byte=levels, net_one_level_core_s_per_byte=0.8e-6) for levels in (1e-12, 0.8e-6)}
+        both = {
+            levels: replace(fast, net_core_s_per_byte=levels, net_one_level_core_s_per_byte=0.8e-6)
+            for levels in (1e-12, 0.8e-6)
+        }
         over_levels = step_s(network, both[0.8e-6]) / step_s(network, both[1e-12])
         assert over_levels > 1.05 if network.levels else over_levels == 1.0
 
