@@ -38,10 +38,10 @@ class Machine:
     others of its node while all receive; `net_cross_bytes_per_s`: into a node from the others (null: links take no time; see
     `network`). `net_core_s_per_byte`: as `ssd_core_s_per_byte`, for a byte that a rank receives over levels;
     `net_one_level_core_s_per_byte`: over all ranks at once (null: the same), where gloo adds what it receives piece by piece,
-    while over levels it is added once all of it has come. `net_round_core_s_per_element`: seconds of a host core for a number that is rounded to fewer bits, or read from them, for a
-    collective (null: none; counted where `one_memory`). Latencies are seconds per event. `launch_s`: seconds of the host's
-    thread to issue a block's forward to a device beside it, which computes meanwhile; a backward takes two of them, its
-    recompute one.
+    while over levels it is added once all of it has come. `net_round_core_s_per_element`: seconds of a host core for a number
+    that is rounded to fewer bits, or read from them, for a collective (null: none; counted where `one_memory`). Latencies are
+    seconds per event. `launch_s`: seconds of the host's thread to issue a block's forward to a device beside it, which computes
+    meanwhile; a backward takes two of them, its recompute one.
     `from_dict` reads the JSON of `ds-vertical limits`.
     """
 
