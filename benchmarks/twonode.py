@@ -173,6 +173,7 @@ class Arm:
             "inbound_bytes": {name: after[name] - before[name] for name in after},
             "loss": sum(rank["loss"] for rank in ranks) / len(ranks),
             "busy_cores": (_busy_seconds() - busy) / seconds,
+            "core_s": sum(rank["core_s"] for rank in ranks),
             "micro_batches": [rank.get("micro_batches") for rank in ranks],
         }
         found["formula_bytes"] = traffic.inbound(ranks[0]["scheduled"], self._num_ranks, len(NAMES))
@@ -241,7 +242,8 @@ def measure(arms: Mapping[str, Arm], num_steps: int, first_steps: int) -> dict[s
 
 def summary(taken: list[dict[str, Any]], num_samples: int, rate_bytes: float | None, first_steps: int = 1) -> dict[str, Any]:
     """Medians of one arm's steps, without the `first_steps`. `num_samples`: of a step. `link_bound_s`: what the link alone
-    takes for a step's bytes."""
+    takes for a step's bytes. `core_s`: seconds of a core that all ranks of the arm take together; `busy_cores`: of the whole
+    machine, the waiting arms and the kernel among them."""
     counted = taken[first_steps:]
     by_host = {name: median(step["inbound_bytes"][name] for step in counted) for name in NAMES}
     inbound = max(by_host.values())
@@ -252,6 +254,7 @@ def summary(taken: list[dict[str, Any]], num_samples: int, rate_bytes: float | N
         "samples_per_s": num_samples / step_s,
         "losses": [step["loss"] for step in taken],
         "busy_cores": median(step["busy_cores"] for step in counted),
+        "core_s": median(step["core_s"] for step in counted),
         "link_bound_s": inbound / rate_bytes if rate_bytes else None,
         "inbound_over_formula": inbound / counted[-1]["formula_bytes"],
         "steps": taken,

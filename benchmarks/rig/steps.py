@@ -79,9 +79,10 @@ def _train(options: argparse.Namespace) -> None:
     batches = _batches(rank, shape.vocab_size, size, engine.device)
     _say(done_path(options.turns, 0, rank), "ready")
     for number in told(turns_path(options.turns, rank)):
-        start = time.perf_counter()
+        start, cores = time.perf_counter(), time.process_time()
         loss = engine.train_batch(batches)
         found: dict[str, Any] = {"step_s": time.perf_counter() - start, "loss": float(loss)}
+        found["core_s"] = time.process_time() - cores
         if (ran := getattr(engine, "ran", None)) is not None:
             found["micro_batches"] = ran.num_micro_batches * (1 if engine.vertical.acco is None else 2)  # of one of two halves
         found["scheduled"] = traffic.scheduled_bytes(engine) if hasattr(engine, "ran") else traffic.stock_bytes(engine)
