@@ -10,6 +10,9 @@ and the first step of each arm does not count. Ranks that wait take next to noth
 they are alive. The bytes of a step are what a host's interface has counted between the first rank's start and the last rank's
 end. The little that the ranks of waiting arms send each other meanwhile is among them.
 
+The links and the model's pieces are measured ahead of the arms' steps and behind them, for `twonode_plan.py`: a machine whose
+processors other machines share is not as fast at each moment.
+
 `--slow nodeB:25`, or `--slow B:25`, gives nodeB a quarter of its half of the cores; the other host then has its half and no
 more. With `uneven` and the arms of acco 16 micro-batches of 128 tokens are the default. With `uneven` the first 3 steps of each
 arm do not count: so long the ranks settle how many each of them takes. The benchmark needs root. Nothing else may
@@ -27,9 +30,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, harmonic_mean, median
 from typing import Any, Final
 
 import portable
@@ -274,6 +278,46 @@ def measured_links(hosts: TwoHosts) -> dict[str, Any]:
     return {name: report[name] for name in ("links", "settings", "date")}
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """How fast the machine was at a moment. `links`: see `measured_links`. `pieces`: seconds of the model's pieces, with as many
+    ranks side by side as there are."""
+
+    links: dict[str, Any]
+    pieces: dict[str, float]
+
+    @classmethod
+    def now(cls, hosts: TwoHosts, options: argparse.Namespace) -> Conditions:
+        """Measured. Raises RigError, ConfigError."""
+        from ds_vertical.cli.plan.fake_run import read_spec
+        from ds_vertical.cli.plan.pieces import time_pieces
+        from ds_vertical.model.hf import read_fields
+
+        links = measured_links(hosts)
+        fields = read_fields(ROOT / "configs" / "models" / f"{options.model}.json")
+        spec = read_spec(options.model, fields, options.tokens, options.dtype, None)
+        pieces = time_pieces(spec, fields, 1, len(NAMES) * options.ranks_per_node).pieces
+        print(f"pieces: {pieces}", flush=True)
+        return cls(links, pieces)
+
+
+def record_of(conditions: Sequence[Conditions]) -> dict[str, Any]:
+    """What a record says of the machine ahead of the arms' steps and behind them: the means, and each."""
+    links = {"links": means([each.links["links"] for each in conditions])}
+    links |= {name: conditions[0].links[name] for name in ("settings", "date")}
+    return {
+        "links": links,
+        "pieces": means([each.pieces for each in conditions]),
+        "conditions": [vars(each) for each in conditions],
+    }
+
+
+def means(every: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By key the mean of the seconds: of a rate's reciprocals."""
+    kinds = {key: harmonic_mean if key.endswith("_per_s") else fmean for key in every[0]}
+    return {key: mean([each[key] for each in every]) for key, mean in kinds.items()}
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all arms. Returns what `--json` records. Raises ConfigError, RigError, ArmError."""
     import commits
@@ -287,16 +331,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             stack.callback(arms[name].close)
             arms[name].wait_ready()
             print(f"{name}: ready", flush=True)
-        links = measured_links(hosts)  # beside the waiting arms, as steps are
+        conditions = [Conditions.now(hosts, options)]  # beside the waiting arms, as steps are
         first_steps = SETTLING if "uneven" in options.arms else 1
         taken = measure(arms, options.steps, first_steps)
+        conditions.append(Conditions.now(hosts, options))
     num_samples = len(NAMES) * options.ranks_per_node * options.micro_batches
     num_samples *= next(iter(configs.values()))["train_micro_batch_size_per_gpu"]
     rate = rate_of(options.rate)
     keys = ("model", "rate", "dtype", "micro_batches", "ranks_per_node", "tokens", "clip", "slow")
     content = commits.made_of() | {"commit": commits.describe(ROOT), "command": sys.argv}
     content |= {key: getattr(options, key) for key in keys}
-    content["links"] = links
+    content |= record_of(conditions)
     content["arms"] = {name: summary(each, num_samples, rate, first_steps) for name, each in taken.items()}
     content["configs"] = {name: _placed(config, "NVME_PATH") for name, config in configs.items()}
     return content

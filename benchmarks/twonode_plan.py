@@ -5,7 +5,8 @@
 
 The two hosts of the rig are one machine, whose cores and SSD the ranks of both share. So with four ranks each has a fourth of
 what `limits` finds, and what all ranks receive and round loads the same cores. A record has the links as `limits --links` has
-measured them on the rig, ahead of the arms. All else is what `ds-vertical plan --nodes 2 --links` calls. Arms that the
+measured them on the rig, and the seconds of the model's pieces, ahead of the arms and behind them. Pieces that a record lacks
+are timed here, on a machine that may be faster or slower by now. All else is what `ds-vertical plan --nodes 2 --links` calls. Arms that the
 simulation knows: flat, levels, int8, int8_int4.
 """
 
@@ -69,7 +70,7 @@ def predicted(record: Mapping[str, Any], profile: Profile) -> dict[str, dict[str
     ranks = NODES * record["ranks_per_node"]
     fields = read_fields(twonode.ROOT / "configs" / "models" / f"{record['model']}.json")
     spec = read_spec(record["model"], fields, record["tokens"], record["dtype"], None)
-    seconds = time_pieces(spec, fields, 1, ranks)
+    seconds = Seconds(**record["pieces"]) if "pieces" in record else time_pieces(spec, fields, 1, ranks)
     machine = rank_machine(profile, ranks, record)
     found = {}
     for name in [name for name in record["arms"] if name in ARMS]:
