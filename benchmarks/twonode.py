@@ -280,8 +280,8 @@ def measured_links(hosts: TwoHosts) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Conditions:
-    """How fast the machine was at a moment. `links`: see `measured_links`. `pieces`: seconds of the model's pieces, with as many
-    ranks side by side as there are."""
+    """How fast the machine was at a moment. `links`: see `measured_links`. `pieces`: seconds of the model's pieces, with all
+    ranks side by side."""
 
     links: dict[str, Any]
     pieces: dict[str, float]

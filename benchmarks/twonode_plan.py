@@ -6,8 +6,8 @@
 The two hosts of the rig are one machine, whose cores and SSD the ranks of both share. So with four ranks each has a fourth of
 what `limits` finds, and what all ranks receive and round loads the same cores. A record has the links as `limits --links` has
 measured them on the rig, and the seconds of the model's pieces, ahead of the arms and behind them. Pieces that a record lacks
-are timed here, on a machine that may be faster or slower by now. All else is what `ds-vertical plan --nodes 2 --links` calls. Arms that the
-simulation knows: flat, levels, int8, int8_int4.
+are timed here, on a machine that may be faster or slower by now. All else is what `ds-vertical plan --nodes 2 --links` calls.
+Arms that the simulation knows: flat, levels, int8, int8_int4.
 """
 
 from __future__ import annotations
