@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,6 +32,7 @@ from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import NET_CORES, Machine, Profile, read_profile
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
 from ds_vertical.planner.network import INT4_BYTES, INT8_BYTES, Network, level_choice
+from ds_vertical.planner.simulate import SimulatedRun
 
 WINDOW: Final = 1  # prefetch_layers of all arms
 DELAY: Final = 0.25  # their optimizer_delay
@@ -65,8 +67,19 @@ def candidate(
     return Candidate(choice, case, 0.0, ())
 
 
+def core_seconds(run: SimulatedRun, machine: Machine, num_ranks: int) -> float:
+    """Seconds of a core that all ranks take in a simulated step. Their pieces are timed side by side: these take all cores."""
+    stages = [stage for _, stage, *_ in run.ran]
+    share = {"compute": 1.0, "adam": machine.adam_share}
+    computed = sum(share.get(stage.lane, 0.0) * stage.seconds for stage in stages)
+    moved = sum(stage.num_bytes for stage in stages if stage.lane in ("ssd_read", "ssd_write"))
+    transfers = num_ranks * (machine.ssd_core_s_per_byte or 0.0) * moved
+    return (machine.host_cores * computed + sum(stage.core_s for stage in stages) + transfers) / run.num_steps
+
+
 def predicted(record: Mapping[str, Any], profile: Profile) -> dict[str, dict[str, float]]:
-    """By arm of a record: the predicted step, the measured one, and their ratio."""
+    """By arm of a record: the predicted step, the measured one, and their ratio; and the seconds of a core that all ranks are
+    predicted to take, beside the measured ones where the record has them."""
     ranks = NODES * record["ranks_per_node"]
     fields = read_fields(twonode.ROOT / "configs" / "models" / f"{record['model']}.json")
     spec = read_spec(record["model"], fields, record["tokens"], record["dtype"], None)
@@ -75,8 +88,11 @@ def predicted(record: Mapping[str, Any], profile: Profile) -> dict[str, dict[str
     found = {}
     for name in [name for name in record["arms"] if name in ARMS]:
         network = Network(NODES, record["ranks_per_node"], reduces_twice=True, **ARMS[name])
-        step_s, measured_s = candidate(record, spec, seconds, network, profile, machine).step_s, record["arms"][name]["step_s"]
-        found[name] = {"predicted_s": step_s, "measured_s": measured_s, "predicted_over_measured": step_s / measured_s}
+        run, measured = candidate(record, spec, seconds, network, profile, machine).timeline, record["arms"][name]
+        ratio = run.step_s / measured["step_s"]
+        found[name] = {"predicted_s": run.step_s, "measured_s": measured["step_s"], "predicted_over_measured": ratio}
+        found[name]["predicted_core_s"] = core_seconds(run, machine, ranks)
+        found[name] |= {"measured_core_s": measured["core_s"]} if "core_s" in measured else {}
     return found
 
 
@@ -95,7 +111,8 @@ def main() -> int:
             ratio = each["predicted_over_measured"]
             print(
                 f"{record['rate']}, M = {record['micro_batches']}, {name}:"
-                f" {each['predicted_s']:.2f} s predicted, {ratio:.2f} of measured"
+                f" {each['predicted_s']:.2f} s predicted, {ratio:.2f} of measured; the ranks take"
+                f" {each['predicted_core_s']:.2f} s of a core, measured {each.get('measured_core_s', math.nan):.2f}"
             )
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
