@@ -95,7 +95,7 @@ def _one_level_core_s(size: int, rounds: int) -> float:
     collectives = LevelCollectives(Topology(world=world, node=world, pair=world))
     group, share = ranks.own_subgroup("limits", [tuple(range(world))]), torch.empty(size)
 
-    def summed(rows: torch.Tensor) -> Any:
+    def summed(rows: torch.Tensor) -> torch.distributed.Work | None:
         return torch.distributed.reduce_scatter_tensor(share, rows.view(-1), group=group, async_op=True)
 
     _, core_s = _seconds(((collectives.gather, 1), (summed, world)), size, rounds)
