@@ -6,8 +6,12 @@
 
 The two hosts are this machine's (`rig/hosts.py`: network namespaces, a shaped link, DeepSpeed's own launcher with a hostfile).
 All arms are launched first. Then each takes a step in turn while the others wait. Which arm begins changes from turn to turn,
-and the first step of each arm does not count. The bytes of a step are what a host's interface has counted between the first
-rank's start and the last rank's end. The little that the ranks of waiting arms send each other meanwhile is among them.
+and the first step of each arm does not count. Ranks that wait take next to nothing of the cores: they say once a second that
+they are alive. The bytes of a step are what a host's interface has counted between the first rank's start and the last rank's
+end. The little that the ranks of waiting arms send each other meanwhile is among them.
+
+The links and the model's pieces are measured ahead of the arms' steps and behind them, for `twonode_plan.py`: a machine whose
+processors other machines share is not as fast at each moment.
 
 `--slow nodeB:25`, or `--slow B:25`, gives nodeB a quarter of its half of the cores; the other host then has its half and no
 more. With `uneven` and the arms of acco 16 micro-batches of 128 tokens are the default. With `uneven` the first 3 steps of each
@@ -22,12 +26,14 @@ import contextlib
 import copy
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, harmonic_mean, median
 from typing import Any, Final
 
 import portable
@@ -38,7 +44,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 READY_S: Final = 600.0  # for a launch to build its models
 STEP_S: Final = 900.0  # for a step
 LOG_LINES: Final = 30
-POLL_S: Final = 0.005
+POLL_S: Final = 0.05  # while ranks take a step: they measure its seconds themselves, and need the cores
 LINKS_MB: Final = 16  # of what `limits --links` sends: as much as a unit of gpt_101m
 SETTLING: Final = 3  # steps in which ranks settle how many micro-batches each takes
 Config = dict[str, Any]
@@ -147,6 +153,11 @@ class Arm:
         self._log = self._turns / "log"
         words = ["--deepspeed_config", str(path), "--model", options.model, "--tokens", str(options.tokens)]
         words += ["--turns", str(self._turns)]
+        pipes = [steps.turns_path(self._turns, rank) for rank in range(self._num_ranks)]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        # for reading, too: so this does not wait for the rank, and a line stays until the rank reads it
+        self._pipes = [os.open(pipe, os.O_RDWR) for pipe in pipes]
         self._process = launch.start(hosts, Path(steps.__file__), words, self._log, port)
 
     def wait_ready(self) -> None:
@@ -158,7 +169,7 @@ class Arm:
         self._number += 1
         before, busy = self._hosts.inbound_bytes(), _busy_seconds()
         start = time.perf_counter()
-        steps.turn_path(self._turns, self._number).touch()
+        self._tell(steps.TURN)
         ranks = self._wait(STEP_S)
         seconds, after = time.perf_counter() - start, self._hosts.inbound_bytes()
         found = {
@@ -166,6 +177,7 @@ class Arm:
             "inbound_bytes": {name: after[name] - before[name] for name in after},
             "loss": sum(rank["loss"] for rank in ranks) / len(ranks),
             "busy_cores": (_busy_seconds() - busy) / seconds,
+            "core_s": sum(rank["core_s"] for rank in ranks),
             "micro_batches": [rank.get("micro_batches") for rank in ranks],
         }
         found["formula_bytes"] = traffic.inbound(ranks[0]["scheduled"], self._num_ranks, len(NAMES))
@@ -173,12 +185,18 @@ class Arm:
 
     def close(self) -> None:
         """Tell all ranks to end, and end the launch after 60 s. What still runs then ends with its host."""
-        (self._turns / steps.END).touch()
+        self._tell(steps.END)
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        for pipe in self._pipes:
+            os.close(pipe)
+
+    def _tell(self, word: str) -> None:
+        for pipe in self._pipes:
+            os.write(pipe, f"{word}\n".encode())
 
     def _wait(self, limit_s: float) -> list[Any]:
         """Wait until each rank has said something of the present step; returns that. Raises ArmError."""
@@ -228,7 +246,8 @@ def measure(arms: Mapping[str, Arm], num_steps: int, first_steps: int) -> dict[s
 
 def summary(taken: list[dict[str, Any]], num_samples: int, rate_bytes: float | None, first_steps: int = 1) -> dict[str, Any]:
     """Medians of one arm's steps, without the `first_steps`. `num_samples`: of a step. `link_bound_s`: what the link alone
-    takes for a step's bytes."""
+    takes for a step's bytes. `core_s`: seconds of a core that all ranks of the arm take together; `busy_cores`: of the whole
+    machine, the waiting arms and the kernel among them."""
     counted = taken[first_steps:]
     by_host = {name: median(step["inbound_bytes"][name] for step in counted) for name in NAMES}
     inbound = max(by_host.values())
@@ -239,6 +258,7 @@ def summary(taken: list[dict[str, Any]], num_samples: int, rate_bytes: float | N
         "samples_per_s": num_samples / step_s,
         "losses": [step["loss"] for step in taken],
         "busy_cores": median(step["busy_cores"] for step in counted),
+        "core_s": median(step["core_s"] for step in counted),
         "link_bound_s": inbound / rate_bytes if rate_bytes else None,
         "inbound_over_formula": inbound / counted[-1]["formula_bytes"],
         "steps": taken,
@@ -258,6 +278,46 @@ def measured_links(hosts: TwoHosts) -> dict[str, Any]:
     return {name: report[name] for name in ("links", "settings", "date")}
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """How fast the machine was at a moment. `links`: see `measured_links`. `pieces`: seconds of the model's pieces, with all
+    ranks side by side."""
+
+    links: dict[str, Any]
+    pieces: dict[str, float]
+
+    @classmethod
+    def now(cls, hosts: TwoHosts, options: argparse.Namespace) -> Conditions:
+        """Measured. Raises RigError, ConfigError."""
+        from ds_vertical.cli.plan.fake_run import read_spec
+        from ds_vertical.cli.plan.pieces import time_pieces
+        from ds_vertical.model.hf import read_fields
+
+        links = measured_links(hosts)
+        fields = read_fields(ROOT / "configs" / "models" / f"{options.model}.json")
+        spec = read_spec(options.model, fields, options.tokens, options.dtype, None)
+        pieces = time_pieces(spec, fields, 1, len(NAMES) * options.ranks_per_node).pieces
+        print(f"pieces: {pieces}", flush=True)
+        return cls(links, pieces)
+
+
+def record_of(conditions: Sequence[Conditions]) -> dict[str, Any]:
+    """What a record says of the machine ahead of the arms' steps and behind them: the means, and each."""
+    links = {"links": means([each.links["links"] for each in conditions])}
+    links |= {name: conditions[0].links[name] for name in ("settings", "date")}
+    return {
+        "links": links,
+        "pieces": means([each.pieces for each in conditions]),
+        "conditions": [vars(each) for each in conditions],
+    }
+
+
+def means(every: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By key the mean of the seconds: of a rate's reciprocals."""
+    kinds = {key: harmonic_mean if key.endswith("_per_s") else fmean for key in every[0]}
+    return {key: mean([each[key] for each in every]) for key, mean in kinds.items()}
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all arms. Returns what `--json` records. Raises ConfigError, RigError, ArmError."""
     import commits
@@ -271,16 +331,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             stack.callback(arms[name].close)
             arms[name].wait_ready()
             print(f"{name}: ready", flush=True)
-        links = measured_links(hosts)  # beside the waiting arms, as steps are
+        conditions = [Conditions.now(hosts, options)]  # beside the waiting arms, as steps are
         first_steps = SETTLING if "uneven" in options.arms else 1
         taken = measure(arms, options.steps, first_steps)
+        conditions.append(Conditions.now(hosts, options))
     num_samples = len(NAMES) * options.ranks_per_node * options.micro_batches
     num_samples *= next(iter(configs.values()))["train_micro_batch_size_per_gpu"]
     rate = rate_of(options.rate)
     keys = ("model", "rate", "dtype", "micro_batches", "ranks_per_node", "tokens", "clip", "slow")
     content = commits.made_of() | {"commit": commits.describe(ROOT), "command": sys.argv}
     content |= {key: getattr(options, key) for key in keys}
-    content["links"] = links
+    content |= record_of(conditions)
     content["arms"] = {name: summary(each, num_samples, rate, first_steps) for name, each in taken.items()}
     content["configs"] = {name: _placed(config, "NVME_PATH") for name, config in configs.items()}
     return content

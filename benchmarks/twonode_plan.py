@@ -5,14 +5,16 @@
 
 The two hosts of the rig are one machine, whose cores and SSD the ranks of both share. So with four ranks each has a fourth of
 what `limits` finds, and what all ranks receive and round loads the same cores. A record has the links as `limits --links` has
-measured them on the rig, ahead of the arms. All else is what `ds-vertical plan --nodes 2 --links` calls. Arms that the
-simulation knows: flat, levels, int8, int8_int4.
+measured them on the rig, and the seconds of the model's pieces, ahead of the arms and behind them. Pieces that a record lacks
+are timed here, on a machine that may be faster or slower by now. All else is what `ds-vertical plan --nodes 2 --links` calls.
+Arms that the simulation knows: flat, levels, int8, int8_int4.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,9 +29,10 @@ from ds_vertical.model.hf import read_fields
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.linear_program import LpProblem
-from ds_vertical.planner.machine import Machine, Profile, read_profile
+from ds_vertical.planner.machine import NET_CORES, Machine, Profile, read_profile
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
 from ds_vertical.planner.network import INT4_BYTES, INT8_BYTES, Network, level_choice
+from ds_vertical.planner.simulate import SimulatedRun
 
 WINDOW: Final = 1  # prefetch_layers of all arms
 DELAY: Final = 0.25  # their optimizer_delay
@@ -47,8 +50,7 @@ def rank_machine(profile: Profile, num_ranks: int, record: Mapping[str, Any]) ->
     """This machine as one of all ranks sees it, with the links of a record."""
     machine = profile.machine.shared(num_ranks).with_links(record["links"]["links"])
     # the load of one host's ranks is counted; the other host's ranks load the same cores
-    names = ("net_core_s_per_byte", "net_round_core_s_per_element")
-    return replace(machine, **{name: NODES * getattr(machine, name) for name in names})
+    return replace(machine, **{name: NODES * cost for name in NET_CORES if (cost := getattr(machine, name)) is not None})
 
 
 def candidate(
@@ -65,18 +67,32 @@ def candidate(
     return Candidate(choice, case, 0.0, ())
 
 
+def core_seconds(run: SimulatedRun, machine: Machine, num_ranks: int) -> float:
+    """Seconds of a core that all ranks take in a simulated step. Their pieces are timed side by side: these take all cores."""
+    stages = [stage for _, stage, *_ in run.ran]
+    share = {"compute": 1.0, "adam": machine.adam_share}
+    computed = sum(share.get(stage.lane, 0.0) * stage.seconds for stage in stages)
+    moved = sum(stage.num_bytes for stage in stages if stage.lane in ("ssd_read", "ssd_write"))
+    transfers = num_ranks * (machine.ssd_core_s_per_byte or 0.0) * moved
+    return (machine.host_cores * computed + sum(stage.core_s for stage in stages) + transfers) / run.num_steps
+
+
 def predicted(record: Mapping[str, Any], profile: Profile) -> dict[str, dict[str, float]]:
-    """By arm of a record: the predicted step, the measured one, and their ratio."""
+    """By arm of a record: the predicted step, the measured one, and their ratio; and the seconds of a core that all ranks are
+    predicted to take, beside the measured ones where the record has them."""
     ranks = NODES * record["ranks_per_node"]
     fields = read_fields(twonode.ROOT / "configs" / "models" / f"{record['model']}.json")
     spec = read_spec(record["model"], fields, record["tokens"], record["dtype"], None)
-    seconds = time_pieces(spec, fields, 1, ranks)
+    seconds = Seconds(**record["pieces"]) if "pieces" in record else time_pieces(spec, fields, 1, ranks)
     machine = rank_machine(profile, ranks, record)
     found = {}
     for name in [name for name in record["arms"] if name in ARMS]:
         network = Network(NODES, record["ranks_per_node"], reduces_twice=True, **ARMS[name])
-        step_s, measured_s = candidate(record, spec, seconds, network, profile, machine).step_s, record["arms"][name]["step_s"]
-        found[name] = {"predicted_s": step_s, "measured_s": measured_s, "predicted_over_measured": step_s / measured_s}
+        run, measured = candidate(record, spec, seconds, network, profile, machine).timeline, record["arms"][name]
+        ratio = run.step_s / measured["step_s"]
+        found[name] = {"predicted_s": run.step_s, "measured_s": measured["step_s"], "predicted_over_measured": ratio}
+        found[name]["predicted_core_s"] = core_seconds(run, machine, ranks)
+        found[name] |= {"measured_core_s": measured["core_s"]} if "core_s" in measured else {}
     return found
 
 
@@ -95,7 +111,8 @@ def main() -> int:
             ratio = each["predicted_over_measured"]
             print(
                 f"{record['rate']}, M = {record['micro_batches']}, {name}:"
-                f" {each['predicted_s']:.2f} s predicted, {ratio:.2f} of measured"
+                f" {each['predicted_s']:.2f} s predicted, {ratio:.2f} of measured; the ranks take"
+                f" {each['predicted_core_s']:.2f} s of a core, measured {each.get('measured_core_s', math.nan):.2f}"
             )
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")

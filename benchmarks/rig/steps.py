@@ -2,8 +2,10 @@
 
     deepspeed --hostfile hostfile benchmarks/rig/steps.py --deepspeed_config JSON --model gpt_13m --tokens 8 --turns FOLDER
 
-Ranks are told by files in a folder that both hosts see, so that none of this crosses the link. A rank begins step N when
-`FOLDER/turn.N` is there, and writes `FOLDER/done.N.RANK` when it has taken the step. `FOLDER/end` ends the ranks.
+Ranks are told through named pipes in a folder that both hosts see, so that none of this crosses the link. A rank begins a step
+with each line that comes out of `FOLDER/turns.RANK`, and writes `FOLDER/done.N.RANK` when it has taken step N. It ends with the
+line "end", or when nobody has the pipe open for writing any more. A rank that waits in a pipe leaves the cores to the ranks of
+the arm whose turn it is.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from typing import Any, Final
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "scripts"), str(Path(__file__).resolve().parents[1])]
 
-POLL_S: Final = 0.005
+TURN: Final = "turn"
 END: Final = "end"
 
 
-def turn_path(turns: Path, number: int) -> Path:
-    """The file that lets ranks take step `number`."""
-    return turns / f"turn.{number}"
+def turns_path(turns: Path, rank: int) -> Path:
+    """The named pipe that has a line for each step which `rank` is to take."""
+    return turns / f"turns.{rank}"
 
 
 def done_path(turns: Path, number: int, rank: int) -> Path:
@@ -40,13 +42,11 @@ def _say(path: Path, content: object) -> None:
     new.rename(path)
 
 
-def _is_told(turns: Path, number: int) -> bool:
-    """Wait until the rank may take step `number`; false where the run ends instead."""
-    while not turn_path(turns, number).exists():
-        if (turns / END).exists():
-            return False
-        time.sleep(POLL_S)
-    return True
+def told(path: Path) -> Iterator[int]:
+    """The numbers of steps, each when the rank may take it."""
+    with path.open() as lines:
+        turns = itertools.takewhile(lambda line: line.strip() == TURN, lines)
+        yield from (number for number, _ in enumerate(turns, 1))
 
 
 def _batches(rank: int, vocabulary: int, size: tuple[int, int], device: Any) -> Iterator[Any]:
@@ -78,12 +78,11 @@ def _train(options: argparse.Namespace) -> None:
     size = engine.train_micro_batch_size_per_gpu(), options.tokens
     batches = _batches(rank, shape.vocab_size, size, engine.device)
     _say(done_path(options.turns, 0, rank), "ready")
-    for number in itertools.count(1):
-        if not _is_told(options.turns, number):
-            break
-        start = time.perf_counter()
+    for number in told(turns_path(options.turns, rank)):
+        start, cores = time.perf_counter(), time.process_time()
         loss = engine.train_batch(batches)
         found: dict[str, Any] = {"step_s": time.perf_counter() - start, "loss": float(loss)}
+        found["core_s"] = time.process_time() - cores
         if (ran := getattr(engine, "ran", None)) is not None:
             found["micro_batches"] = ran.num_micro_batches * (1 if engine.vertical.acco is None else 2)  # of one of two halves
         found["scheduled"] = traffic.scheduled_bytes(engine) if hasattr(engine, "ran") else traffic.stock_bytes(engine)

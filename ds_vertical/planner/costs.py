@@ -38,13 +38,14 @@ _ACTIVATION_MOVES: Final = per_tier({Tier.DEVICE: (False, False), Tier.HOST: (Tr
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Work on one lane. `seconds` at the lane's rate alone; `purpose` says which queue of the lane it takes. `num_bytes`: what
-    moves on the lane; `received`: of a collective, what comes to all ranks of a node (`network.Hop`)."""
+    moves on the lane; `core_s`: of a collective, seconds of a host core that the ranks of a node take for it together, where
+    computation takes the cores, too."""
 
     lane: Lane
     purpose: Purpose
     seconds: float
     num_bytes: float = 0.0
-    received: float = 0.0
+    core_s: float = 0.0
 
     @property
     def reads_state(self) -> bool:
@@ -163,14 +164,14 @@ class _Lanes:
         seconds = seconds if machine.one_memory else max(seconds, launches * machine.launch_s)
         return ((Stage("compute", "compute", machine.compute_latency_s + seconds),),)
 
-    def links(self, purpose: Purpose, hops: Sequence[Hop]) -> Job:
-        """A collective, hop by hop, each behind what is rounded for it; nothing over links of which the machine says
-        nothing."""
+    def links(self, purpose: Purpose, hops: Sequence[Hop], levels: bool) -> Job:
+        """A collective, over levels or over all ranks at once, hop by hop, each behind what is rounded for it; nothing over
+        links of which the machine says nothing."""
         timed = ((hop, seconds_of(hop, self.machine)) for hop in hops)
-        return tuple(stage for hop, seconds in timed if seconds for stage in self._hop(purpose, hop, seconds))
+        return tuple(stage for hop, seconds in timed if seconds for stage in self._hop(purpose, hop, seconds, levels))
 
-    def _hop(self, purpose: Purpose, hop: Hop, seconds: float) -> Job:
-        moved = Stage(hop.lane, purpose, seconds, hop.num_bytes, hop.received)
+    def _hop(self, purpose: Purpose, hop: Hop, seconds: float, levels: bool) -> Job:
+        moved = Stage(hop.lane, purpose, seconds, hop.num_bytes, self.machine.net_core_s(hop.received, levels))
         each = (self.machine.net_round_core_s_per_element or 0.0) * self.machine.one_memory
         rounding_s = hop.rounded * each / self.machine.host_cores
         return (Stage("compute", purpose, rounding_s), moved) if rounding_s else (moved,)
@@ -277,7 +278,7 @@ class _Collectives:
         shape, network = self._shape, self._network
         sent = shape.elements(event.layer), shape.param_bytes
         if event.ahead:
-            return self._lanes.links("parameters", network.to_copy(*sent))
+            return self._links("parameters", network.to_copy(*sent))
         hops = self._joined(event, network.spread(*sent))
         keeps = not network.stands and self._last.get(event.layer, Arrival()).keeps
         return hops + (self._copied("copy_out", event) if keeps else ())
@@ -289,17 +290,20 @@ class _Collectives:
     def reduce(self, event: Event) -> Job:
         """Over the node, or over all ranks."""
         elements, each = self._gradients(event)
-        hops = self._lanes.links("gradients", self._network.reduce(elements, each))
+        hops = self._links("gradients", self._network.reduce(elements, each))
         copied_s = self._lanes.host_copy_s(_SUM_COPIES * elements * each)
         return (Stage("compute", "compute", copied_s), *hops) if hops and copied_s else hops
 
     def cross(self, event: Event) -> Job:
         """Over the nodes."""
-        return self._lanes.links("gradients", self._network.cross(*self._gradients(event)))
+        return self._links("gradients", self._network.cross(*self._gradients(event)))
+
+    def _links(self, purpose: Purpose, hops: Sequence[Hop]) -> Job:
+        return self._lanes.links(purpose, hops, self.levels)
 
     def _joined(self, event: Event, hops: Sequence[Hop]) -> Job:
         """The hops of a gather, and the copy of what has come into parameters."""
-        job = self._lanes.links("parameters", hops)
+        job = self._links("parameters", hops)
         copied_s = self._lanes.host_copy_s(self._shape.elements(event.layer) * self._shape.param_bytes)
         return (*job, Stage("compute", "parameters", copied_s)) if job and copied_s else job
 

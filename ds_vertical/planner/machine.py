@@ -16,6 +16,8 @@ from ds_vertical.types import Tier, TierBytes, check_number, refuse
 
 _MOST_LOAD: Final = 0.9  # of the host cores, which transfers can take: a computation beside them goes on
 _EVEN: Final = 0.5  # of the host cores, which a computation and collectives have where each wants more: the kernel's division
+# What collectives take of the cores
+NET_CORES: Final = ("net_core_s_per_byte", "net_one_level_core_s_per_byte", "net_round_core_s_per_element")
 SHIPPED: Final = Path(__file__).resolve().parent / "machines"
 _CAPACITIES: Final = {tier: f"{tier}_bytes" for tier in Tier}  # the keys of "capacity"
 
@@ -34,11 +36,12 @@ class Machine:
     summed gradient (null: no time). `ssd_core_s_per_byte`: seconds of a host core that a byte read or written takes from
     what computes there (null: none; counted where `one_memory`). `net_local_bytes_per_s`: what comes into a rank from the
     others of its node while all receive; `net_cross_bytes_per_s`: into a node from the others (null: links take no time; see
-    `network`). `net_core_s_per_byte`: as `ssd_core_s_per_byte`, for a byte that a rank receives;
-    `net_round_core_s_per_element`: seconds of a host core for a number that is rounded to fewer bits, or read from them, for a
-    collective (null: none; counted where `one_memory`). Latencies are seconds per event. `launch_s`: seconds of the host's
-    thread to issue a block's forward to a device beside it, which computes meanwhile; a backward takes two of them, its
-    recompute one.
+    `network`). `net_core_s_per_byte`: as `ssd_core_s_per_byte`, for a byte that a rank receives over levels;
+    `net_one_level_core_s_per_byte`: over all ranks at once (null: the same), where gloo adds what it receives piece by piece,
+    while over levels it is added once all of it has come. `net_round_core_s_per_element`: seconds of a host core for a number
+    that is rounded to fewer bits, or read from them, for a collective (null: none; counted where `one_memory`). Latencies are
+    seconds per event. `launch_s`: seconds of the host's thread to issue a block's forward to a device beside it, which computes
+    meanwhile; a backward takes two of them, its recompute one.
     `from_dict` reads the JSON of `ds-vertical limits`.
     """
 
@@ -61,6 +64,7 @@ class Machine:
     net_local_bytes_per_s: float | None = None
     net_cross_bytes_per_s: float | None = None
     net_core_s_per_byte: float | None = None
+    net_one_level_core_s_per_byte: float | None = None
     net_round_core_s_per_element: float | None = None
     net_local_latency_s: float = 0.0
     net_cross_latency_s: float = 0.0
@@ -123,7 +127,7 @@ class Machine:
         """This machine, when its host's cores take `factor` times as long for everything."""
         names = ("adam_elements_per_s", "cast_elements_per_s", "checksum_bytes_per_s", "norm_elements_per_s")
         rates = {name: rate / factor for name in names if (rate := getattr(self, name)) is not None}
-        costs = ("ssd_core_s_per_byte", "net_core_s_per_byte", "net_round_core_s_per_element")
+        costs = ("ssd_core_s_per_byte", *NET_CORES)
         rates |= {name: cost * factor for name in costs if (cost := getattr(self, name)) is not None}
         rates |= {name: getattr(self, name) * factor for name in ("compute_latency_s", "launch_s")}
         return replace(self, **rates)
@@ -167,12 +171,17 @@ class Machine:
         cores = (self.ssd_core_s_per_byte or 0.0) * ssd_bytes_per_s
         return min(cores / self.host_cores, _MOST_LOAD) if self.one_memory else 0.0
 
-    def divided(self, ssd_bytes_per_s: float, net_bytes_per_s: float, computes: bool) -> tuple[float, float]:
-        """The parts of its own speed that a computation, and that collectives have, with SSD and collectives at these speeds of
-        theirs. Collectives that need less of the cores than the half keep their speed."""
+    def net_core_s(self, received: float, levels: bool) -> float:
+        """Seconds of a host core that so many bytes take which ranks receive, over levels or over all ranks at once."""
+        each = self.net_core_s_per_byte if levels else self.net_one_level_core_s_per_byte or self.net_core_s_per_byte
+        return received * (each or 0.0) * self.one_memory
+
+    def divided(self, ssd_bytes_per_s: float, net_cores: float, computes: bool) -> tuple[float, float]:
+        """The parts of its own speed that a computation, and that collectives have, with the SSD at this speed of its own, and
+        collectives that at theirs need so many cores. Those that need less than the half of all cores keep their speed."""
         if not self.one_memory:
             return 1.0, 1.0
-        wanted = (self.net_core_s_per_byte or 0.0) * net_bytes_per_s / self.host_cores
+        wanted = net_cores / self.host_cores
         taken = min(wanted, _EVEN if computes else 1.0)
         left = 1 - min(self.load(ssd_bytes_per_s) + taken, _MOST_LOAD)
         return left, taken / wanted if wanted else 1.0

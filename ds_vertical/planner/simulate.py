@@ -32,7 +32,7 @@ from typing import Final
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.costs import Cost, Lane, Parts, Stage, event_costs
-from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.machine import NET_CORES, Machine
 from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.dependencies import dependencies
 from ds_vertical.schedule.events import Event, Needs, Op, Schedule, error_at
@@ -41,6 +41,7 @@ from ds_vertical.types import Unit
 OPTIMIZER_OPS: Final = frozenset((Op.HOLD, Op.STEP, Op.COMMIT, Op.MAKE))
 COMPUTE_OPS: Final = frozenset((Op.F, Op.HEAD, Op.B))
 _ROUNDING: Final = 1e-12
+_LOADS: Final = ("ssd_core_s_per_byte", *NET_CORES)  # what transfers take of the host cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +237,7 @@ class _Simulation:
         self.busy_s: dict[Lane, float] = {}
         self.overlap = settings.overlap
         self.factors: dict[tuple[Lane, ...], tuple[float, ...]] = {}  # by what is active, see `_divided`
-        self.transfers_load = machine.one_memory and (machine.ssd_core_s_per_byte or machine.net_core_s_per_byte)
+        self.transfers_load = machine.one_memory and any(getattr(machine, name) for name in _LOADS)
 
     def _chain(self, index: int, job: Sequence[Stage]) -> list[_Task]:
         tasks: list[_Task] = []
@@ -387,7 +388,7 @@ class _Simulation:
 
 
 def _moved_per_s(active: Sequence[tuple[float, Stage]]) -> tuple[float, float]:
-    """Bytes a second that move to and from the SSD, and that the ranks of a node receive. `active`: speeds and stages."""
+    """Bytes a second that move to and from the SSD, and cores that collectives need. `active`: speeds and stages."""
     moving = [(speed / stage.seconds, stage) for speed, stage in active if stage.seconds]
     ssd = sum(each * stage.num_bytes for each, stage in moving if stage.lane in ("ssd_read", "ssd_write"))
-    return ssd, sum(each * stage.received for each, stage in moving)
+    return ssd, sum(each * stage.core_s for each, stage in moving)

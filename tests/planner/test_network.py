@@ -227,12 +227,20 @@ def test_a_step_is_as_long_as_its_link_is_busy() -> None:
 
 
 def test_cores_are_divided_between_a_computation_and_collectives() -> None:
-    machine = replace(MACHINE, net_core_s_per_byte=1e-6)  # of 2 cores
-    assert machine.divided(0.0, 0.5e6, computes=True) == pytest.approx((0.75, 1.0))  # they need a quarter, and have it
-    assert machine.divided(0.0, 1.5e6, computes=True) == pytest.approx((0.5, 2 / 3))  # they need three, and have two
-    assert machine.divided(0.0, 1.5e6, computes=False)[1] == pytest.approx(1.0)
-    assert machine.divided(0.0, 4e6, computes=False)[1] == pytest.approx(0.5)  # they need all cores twice
-    assert replace(machine, net_core_s_per_byte=None).divided(0.0, 4e6, computes=True) == (1.0, 1.0)
+    assert MACHINE.divided(0.0, 0.5, computes=True) == pytest.approx((0.75, 1.0))  # of 2 cores they need a quarter, and have it
+    assert MACHINE.divided(0.0, 1.5, computes=True) == pytest.approx((0.5, 2 / 3))  # they need three quarters, and have two
+    assert MACHINE.divided(0.0, 1.5, computes=False)[1] == pytest.approx(1.0)
+    assert MACHINE.divided(0.0, 4.0, computes=False)[1] == pytest.approx(0.5)  # they need all cores twice
+    assert MACHINE.divided(0.0, 0.0, computes=True) == (1.0, 1.0)
+
+
+def test_cores_of_collectives_over_all_ranks_at_once_have_a_price_of_their_own() -> None:
+    machine = replace(MACHINE, net_core_s_per_byte=2e-6)
+    assert machine.net_core_s(1e6, levels=True) == machine.net_core_s(1e6, levels=False) == pytest.approx(2.0)
+    apart = replace(machine, net_one_level_core_s_per_byte=1e-6)
+    assert (apart.net_core_s(1e6, levels=True), apart.net_core_s(1e6, levels=False)) == pytest.approx((2.0, 1.0))
+    slowed = apart.slowed(3.0)
+    assert (slowed.net_core_s(1e6, levels=True), slowed.net_core_s(1e6, levels=False)) == pytest.approx((6.0, 3.0))
 
 
 def test_a_collective_beside_a_computation_by_hand() -> None:
@@ -250,6 +258,18 @@ def test_bytes_that_ranks_receive_take_cores_from_the_computation() -> None:
     fast = replace(MACHINE, net_local_bytes_per_s=1e9, net_cross_bytes_per_s=2e6)
     busy = replace(fast, net_core_s_per_byte=0.8e-6)  # at 2 MB/s and two ranks 3.2 cores: as many as there are
     assert step_s(FLAT, busy) > 1.15 * step_s(FLAT, fast)
+
+
+def test_a_step_takes_the_price_of_its_own_collectives() -> None:
+    """Both prices load the cores to the full, where they count."""
+    fast = replace(MACHINE, net_local_bytes_per_s=1e9, net_cross_bytes_per_s=2e6)
+    for network in (FLAT, LEVELS):
+        both = {
+            levels: replace(fast, net_core_s_per_byte=levels, net_one_level_core_s_per_byte=0.8e-6)
+            for levels in (1e-12, 0.8e-6)
+        }
+        over_levels = step_s(network, both[0.8e-6]) / step_s(network, both[1e-12])
+        assert over_levels > 1.05 if network.levels else over_levels == 1.0
 
 
 def test_the_program_knows_the_links() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ import portable  # noqa: E402
 import report  # noqa: E402
 import run  # noqa: E402
 import settings  # noqa: E402
+from rig import steps  # noqa: E402
 
 
 def test_every_row_is_a_command_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,6 +434,21 @@ def test_what_is_kept_is_measured_in_turn(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- what is recorded, and what is made from it
 
 RECORDED = [*(ROOT / "benchmarks").rglob("*.json"), *(ROOT / "tests" / "recorded").rglob("*.json*")]
+
+
+def test_a_rank_whose_turn_it_is_not_takes_nothing_of_the_cores(tmp_path: Path) -> None:
+    pipe = steps.turns_path(tmp_path, 0)
+    os.mkfifo(pipe)
+    found: list[tuple[list[int], float]] = []  # the steps that the rank takes, and its seconds of a core
+    waiting = threading.Thread(target=lambda: found.append((list(steps.told(pipe)), time.thread_time())))
+    writer = os.open(pipe, os.O_RDWR)
+    waiting.start()
+    for word in (steps.TURN, steps.TURN, steps.END):
+        time.sleep(0.4)
+        os.write(writer, f"{word}\n".encode())
+    waiting.join(10)
+    os.close(writer)
+    assert found[0][0] == [1, 2] and found[0][1] < 0.01  # a look every 5 ms took 0.03
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: str(path.relative_to(ROOT)))

@@ -116,5 +116,7 @@ def _lines(report: JsonObject, out: Path | None) -> list[str]:
             shown.append(f"{meaning:36}{rate * 1e-9:10.3f} GB/s {latency * 1e3:10.3f} ms")
     if "core_s_per_byte" in links:
         shown.append(f"{'of a core, for what a rank receives':36}{links['core_s_per_byte'] * 1e9:10.3f} s/GB")
+        each = links["one_level_core_s_per_byte"] * 1e9
+        shown.append(f"{'of a core, from all ranks at once':36}{each:10.3f} s/GB")
         shown.append(f"{'of a core, for what a rank rounds':36}{links['round_core_s_per_element'] * 1e9:10.3f} s/G elements")
     return shown + ([f"written: {out}"] if out else [])

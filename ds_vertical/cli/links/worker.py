@@ -2,7 +2,8 @@
 
 All ranks send at the same time, through training's own collectives and threads: first the ranks of each host among themselves,
 then those that have the same place on their hosts. Half of the bytes are gathered, as weights are, and half are exchanged and
-added, as gradients are. A rate is of the slowest rank, since ranks wait for each other in every layer.
+added, as gradients are. What all ranks at once gather and sum, as without levels, is measured for what it takes of the cores. A
+rate is of the slowest rank, since ranks wait for each other in every layer.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ import torch
 from ds_vertical.cli.links.worker_lines import REFUSED, RESULT
 from ds_vertical.compat.accelerator import device_name, synchronize
 from ds_vertical.distributed import ranks
-from ds_vertical.distributed.levels import Issued, LevelCollectives
+from ds_vertical.distributed.levels import LevelCollectives
 from ds_vertical.distributed.quantize import Quantizer
 from ds_vertical.distributed.topology import Level, Topology, topology_of
 from ds_vertical.errors import ConfigError
+from ds_vertical.io.host import keep_freed_memory
 from ds_vertical.io.runs.this_host import host_id
 
 _TINY_ROUNDS: Final = 20
+_KEPT: Final = 8  # times what is gathered
 _FP32_BYTES: Final = 4
 _ROUNDED: Final = 1 << 22  # numbers at a time
 
-_Hop = tuple[Callable[[torch.Tensor], Issued[Any]], int]  # what starts it, and how many chunks it is given
+_Hop = tuple[Callable[[torch.Tensor], Any], int]  # what starts it, and how many chunks it is given
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, required=True)
     options = parser.parse_args(argv)
     ranks.start_distributed()
+    keep_freed_memory(_KEPT * options.size_mb << 20)  # as training does: fresh pages would take the cores' time, too
     hosts = ranks.all_gathered(host_id())
     try:
         topology = topology_of(hosts)
@@ -79,8 +83,24 @@ def _links(topology: Topology, num_bytes: int, rounds: int) -> dict[str, float]:
         core_s, received = core_s + cores_s, received + moved
     collectives.close()
     if received and device_name() == "cpu":
-        links |= {"core_s_per_byte": core_s / received, "round_core_s_per_element": _round_core_s(rounds)}
+        links |= {"core_s_per_byte": core_s / received, "one_level_core_s_per_byte": _one_level_core_s(size, rounds)}
+        links |= {"round_core_s_per_element": _round_core_s(rounds)}
     return links
+
+
+def _one_level_core_s(size: int, rounds: int) -> float:
+    """Seconds of a core for each byte that a rank receives where a gather and a sum are over all ranks at once. gloo's
+    reduce-scatter is an all-reduce: twice the bytes of a gather."""
+    world = ranks.world_size()
+    collectives = LevelCollectives(Topology(world=world, node=world, pair=world))
+    group, share = ranks.own_subgroup("limits", [tuple(range(world))]), torch.empty(size)
+
+    def summed(rows: torch.Tensor) -> torch.distributed.Work | None:
+        return torch.distributed.reduce_scatter_tensor(share, rows.view(-1), group=group, async_op=True)
+
+    _, core_s = _seconds(((collectives.gather, 1), (summed, world)), size, rounds)
+    collectives.close()
+    return core_s / (3 * (world - 1) * size * _FP32_BYTES)
 
 
 def _hops(collectives: LevelCollectives, level: Level) -> tuple[_Hop, ...]:

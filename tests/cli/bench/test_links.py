@@ -19,10 +19,11 @@ def test_ranks_of_one_host_have_links_of_their_own(tmp_path: Path, capfd: pytest
     report = json.loads(out.read_text())
     links = report["links"]
     assert (len(report["hosts"]), report["ranks_per_host"], report["device"]) == (1, 2, "cpu")
-    names = {"local_bytes_per_s", "local_latency_s", "core_s_per_byte", "round_core_s_per_element"}  # there is no other host
-    assert set(links) == names
+    cores = {"core_s_per_byte", "one_level_core_s_per_byte", "round_core_s_per_element"}
+    assert set(links) == {"local_bytes_per_s", "local_latency_s", *cores}  # there is no other host
     assert 1e7 < links["local_bytes_per_s"] < 1e11 and 0 < links["local_latency_s"] < 1
-    assert 1e-11 < links["core_s_per_byte"] < 1e-7 and 1e-11 < links["round_core_s_per_element"] < 1e-6
+    assert 1e-11 < links["core_s_per_byte"] < 1e-7 and 1e-11 < links["one_level_core_s_per_byte"] < 1e-7
+    assert 1e-11 < links["round_core_s_per_element"] < 1e-6
     shown = capfd.readouterr().out
     assert "into a rank, from its host's others" in shown and "into a host" not in shown and f"written: {out}" in shown
 
