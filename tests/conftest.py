@@ -33,6 +33,8 @@ cache.set_environment()
 # fixture of a minute should be made twice. One worker begins with all of these, and so forks them all from one process.
 FIRST = (
     *("test_ranks.py", "test_levels_engine.py", "test_in_flight.py", "test_levels.py", "test_reductions.py"),
+    *("test_uneven.py", "test_acco.py", "test_uneven_refusals.py", "test_device_full.py", "test_late_training.py"),
+    *("test_late_ranks.py", "test_failing_ranks.py", "test_late_device.py"),
     *("test_two_hosts.py", "test_scripts.py", "test_patch.py", "test_stock_calls.py", "test_links.py"),
 )
 # Members of matrices that take long and resemble others which stay in the fast suite.

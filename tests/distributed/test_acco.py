@@ -303,11 +303,11 @@ def test_a_loop_of_the_three_calls_is_refused(two: Groups) -> None:
         assert kind == "LoopError" and "remove acco, or call engine.train_batch(data_iter)" in told
 
 
-def test_both_steps_of_a_unit_are_taken_while_a_half_computes(two: Groups, tmp_path: Path) -> None:
+def test_both_steps_of_a_unit_are_taken_while_a_half_computes(two: Groups) -> None:
     """In a trace of rank 0: the step before is committed behind the first forward, and the prediction is made behind the last
     backward of the first half."""
     assert two["other"]
-    steps = read_trace(tmp_path.parent / "two0" / "trace" / "rank0.jsonl")
+    steps = read_trace(two.folder / "trace" / "rank0.jsonl")
     spans = steps[2].spans
     first = min(span.start for span in spans if span.name == "0F0")
     backwards = sorted(span.start for span in spans if span.name == "0B0")

@@ -25,7 +25,7 @@ from ds_vertical.engine.keeping.device_full import DeviceFullError
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("full")
     command = [sys.executable, str(SUPPORT / "full_device_worker.py"), str(folder)]
-    done = forks.run(folder, command, os.environ | {"OMP_NUM_THREADS": "1"}, timeout=400)
+    done = forks.run(folder, command, os.environ | {"OMP_NUM_THREADS": "1"}, timeout=400, engine=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "found.pt", weights_only=False)
 

@@ -24,7 +24,7 @@ def limited(folder: Path, limit: int, kind: str = "mixer") -> tuple[str, str, in
     file = folder / "run.json"
     file.write_text(json.dumps(config))
     command = [sys.executable, str(SUPPORT / "locked_worker.py"), str(file), str(limit), kind]
-    done = forks.run(folder, command, os.environ | {"OMP_NUM_THREADS": "1"}, timeout=250)
+    done = forks.run(folder, command, os.environ | {"OMP_NUM_THREADS": "1"}, timeout=250, engine=True)
     assert done.returncode == 0, (done.stdout[-1000:], done.stderr[-3000:])
     word, told, most, left = json.loads(file.read_text())
     return word, told, most, left

@@ -19,6 +19,10 @@ from harness import contents, differing, dispose
 KIND = "compressed"
 
 
+def slow(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @cache
 def reference(folder: Path) -> Reference:
     return reference_of(folder / "reference", partial(make, KIND), STEPS)
@@ -43,17 +47,20 @@ def save(engine: Any, folder: Path) -> None:
     engine.save_checkpoint(str(folder), tag=f"step{engine.global_steps}")
 
 
-def test_an_interrupt_in_a_step_of_compressed_masters(tmp_path: Path, trials: Callable[[Path], Trials]) -> None:
+@pytest.mark.parametrize("count", [6, slow(12)])
+def test_an_interrupt_in_a_step_of_compressed_masters(tmp_path: Path, trials: Callable[[Path], Trials], count: int) -> None:
     with trials(tmp_path) as each:
         cuts = cuts_in(each.found)
         assert len(cuts) > 12, "the step compresses nothing"
-        for cut in cuts[:: max(1, len(cuts) // 12)]:
+        for cut in cuts[:: len(cuts) // count]:
             each.cut(cut)
     assert not each.wrong, "\n".join(each.wrong)
 
 
-@pytest.mark.parametrize("act", ["whole", "save"])
-def test_an_interrupt_while_masters_are_made_whole(tmp_path: Path, trials: Callable[[Path], Trials], act: str) -> None:
+@pytest.mark.parametrize(("act", "count"), [("whole", 6), ("save", 3), slow("whole", 12), slow("save", 5)])
+def test_an_interrupt_while_masters_are_made_whole(
+    tmp_path: Path, trials: Callable[[Path], Trials], act: str, count: int
+) -> None:
     action = whole if act == "whole" else partial(save, folder=tmp_path / "saved")
     with trials(tmp_path) as each:
         engine, _ = each.ready()
@@ -61,7 +68,7 @@ def test_an_interrupt_while_masters_are_made_whole(tmp_path: Path, trials: Calla
             action(engine)
         cuts = cuts_in(found)
         assert len(cuts) > 12, "nothing is made whole"
-        for cut in cuts[:: max(1, len(cuts) // (12 if act == "whole" else 5))]:
+        for cut in cuts[:: len(cuts) // count]:
             each.cut(cut, action)
     assert not each.wrong and not each.torn, "\n".join(each.wrong + each.torn)
 

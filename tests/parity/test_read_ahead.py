@@ -69,7 +69,8 @@ def in_slots(asked: int | None, dtype: str, folder: Path) -> int | None:
 @pytest.mark.parametrize(
     ("dtype", "clip", "delay", "speculation", "asked"),
     [
-        *(("fp32", CLIPS, None, False, asked) for asked in (ALL, PART, NONE)),
+        *(("fp32", CLIPS, None, False, asked) for asked in (ALL, PART)),
+        pytest.param("fp32", CLIPS, None, False, NONE, marks=slow),
         *(pytest.param("fp32", CLIPS, delay, False, asked, marks=slow) for delay in (0.0, 0.3) for asked in (ALL, PART, NONE)),
         *(pytest.param("fp32", clip, 0.3, True, asked, marks=slow) for clip in (CLIPS, FREE) for asked in (ALL, PART, NONE)),
         *(pytest.param("fp32", FREE, None, None, asked, marks=slow) for asked in (ALL, PART)),

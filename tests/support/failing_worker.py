@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 # run as a script, so this folder is first on the path
+import forks
 import harness
 import rank_worker
 import torch
@@ -145,12 +146,17 @@ class Outcome:
     seconds: float
 
 
-def run(folder: Path, how: str, failing: int) -> Outcome:
+def run(folder: Path, how: str, failing: int, forked: bool = False) -> Outcome:
+    """`forked`: as forks.py has it, with engines."""
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    logs, processes = [folder / f"rank{rank}.log" for rank in range(2)], []
+    logs = [folder / f"rank{rank}.log" for rank in range(2)]
+    processes: list[subprocess.Popen[bytes] | forks.Fork] = []
     command = [sys.executable, __file__, str(folder), how, str(failing)]
     for rank, log in enumerate(logs):
         env = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        if forked:
+            processes.append(forks.Fork(command, Path.cwd(), env, (log, log), engine=True))
+            continue
         with log.open("w") as out:
             processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
     try:
@@ -165,7 +171,8 @@ def run(folder: Path, how: str, failing: int) -> Outcome:
             process.wait()
     texts = [log.read_text() for log in logs]
     assert (folder / "failing").exists(), "\n".join(texts)
-    return Outcome([process.returncode for process in processes], texts, ended - (folder / "failing").stat().st_mtime)
+    codes = [process.wait() for process in processes]
+    return Outcome(codes, texts, ended - (folder / "failing").stat().st_mtime)
 
 
 if __name__ == "__main__":

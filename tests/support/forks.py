@@ -4,8 +4,11 @@ A process that makes an engine computes for six seconds until all is imported, w
 afterwards. Here the imports are made once in each process of pytest. A fork has its own memory, pid and environment, and ends
 as other processes do.
 
+Those that make engines of ours (`engine`) are forks of a fork that has imported ds_vertical, too, which is another second, and
+knows what processor this is, which DeepSpeed asks a process of its own. Others find DeepSpeed without any trace of ds_vertical.
+
 What it shares with the other forks is the seed of Python's hashes. What a process reads from its environment while it imports
-torch and DeepSpeed is as it was when the first one was started. Tests of either start processes of their own.
+torch, DeepSpeed and ds_vertical is as it was when the first one was started. Tests of these start processes of their own.
 """
 
 from __future__ import annotations
@@ -59,11 +62,15 @@ def server() -> Server:
 class Fork:
     """A process that is under way, with what `subprocess.Popen` has."""
 
-    def __init__(self, command: Sequence[str], cwd: Path, env: Mapping[str, str], out: Path, err: Path) -> None:
-        """`command`: `sys.executable` with a script, or with `-c` or `-m`; its output goes to files, which may be one."""
+    def __init__(
+        self, command: Sequence[str], cwd: Path, env: Mapping[str, str], outputs: tuple[Path, Path], engine: bool = False
+    ) -> None:
+        """`command`: `sys.executable` with a script, or with `-c` or `-m`. `outputs`: the files of stdout and stderr, which may
+        be one. `engine`: whether it makes engines of ours."""
         interpreter, *argv = command
         assert interpreter == sys.executable
-        job = {"argv": argv, "cwd": str(cwd), "env": dict(env), "out": str(out), "err": str(err)}
+        out, err = map(str, outputs)
+        job = {"argv": argv, "cwd": str(cwd), "env": dict(env), "out": out, "err": err, "engine": engine}
         self.pid: int = server().ask("start", job)
         self.returncode: int | None = None
 
@@ -84,10 +91,12 @@ class Fork:
         return code
 
 
-def run(folder: Path, command: Sequence[str], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, command: Sequence[str], env: Mapping[str, str], timeout: float, engine: bool = False
+) -> subprocess.CompletedProcess[str]:
     """As `subprocess.run` in `folder`, with the output as text."""
     out, err = folder / "fork.out", folder / "fork.err"
-    fork = Fork(command, folder, env, out, err)
+    fork = Fork(command, folder, env, (out, err), engine)
     try:
         code = fork.wait(timeout)
     finally:
@@ -98,28 +107,82 @@ def run(folder: Path, command: Sequence[str], env: Mapping[str, str], timeout: f
 # ------------------------------------------------------------------------------------------------------------- the server
 
 
-def answers(out: IO[str]) -> dict[str, Any] | None:
-    """Answers until the other end is closed. In a fork: what it has been started for."""
-    under_way: set[int] = set()
-    while line := sys.stdin.readline():
+class Forks:
+    """The forks of this process."""
+
+    def __init__(self) -> None:
+        self._under_way: set[int] = set()
+
+    def start(self) -> int:
+        """The fork's pid; 0 in the fork."""
+        sys.stdout.flush()  # or the fork would say it once more
+        pid = os.fork()
+        if pid:
+            self._under_way.add(pid)
+        return pid
+
+    def answer(self, what: str, pid: int) -> int | None:
+        """To "poll", an exit status; "kill" has none."""
+        if pid not in self._under_way:
+            return None
+        if what == "kill":
+            os.kill(pid, signal.SIGKILL)
+            return None
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        self._under_way -= {ended}
+        return os.waitstatus_to_exitcode(status) if ended else None
+
+    def end(self) -> None:
+        for pid in self._under_way:
+            os.kill(pid, signal.SIGKILL)
+
+
+class Branch:
+    """A fork of the server that forks, too: a pipe to it, or, in that fork, to the server."""
+
+    def __init__(self) -> None:
+        questions, answers = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        used = (answers[0], questions[1]) if self.pid else (questions[0], answers[1])
+        for each in {*questions, *answers} - {*used}:
+            os.close(each)
+        self.heard, self.told = os.fdopen(used[0]), os.fdopen(used[1], "w")
+        self.forks: set[int] = set()
+
+    def ask(self, line: str) -> Any:
+        self.told.write(line)
+        self.told.flush()
+        return json.loads(self.heard.readline())
+
+    def close(self) -> None:
+        self.told.close()
+        self.heard.close()
+
+
+def answers(questions: IO[str], out: IO[str], engines: bool = False) -> dict[str, Any] | None:
+    """Answers until the other end is closed. In a fork: what it has been started for. `engines`: what these need is there."""
+    forks, branch = Forks(), None
+    while line := questions.readline():
         what, of = json.loads(line)
-        answer = None
-        if what == "start":
-            sys.stdout.flush()  # or the fork would say it once more
-            answer = os.fork()
-            if answer == 0:
+        if what != "start":
+            answer = branch.ask(line) if branch is not None and of in branch.forks else forks.answer(what, of)
+        elif of["engine"] and not engines:
+            branch = branch or Branch()
+            if branch.pid == 0:
                 out.close()
-                return of
-            under_way.add(answer)
-        elif of in under_way and what == "kill":
-            os.kill(of, signal.SIGKILL)
-        elif of in under_way:
-            pid, status = os.waitpid(of, os.WNOHANG)
-            under_way -= {pid}
-            answer = os.waitstatus_to_exitcode(status) if pid else None
+                import_for_engines()
+                return answers(branch.heard, branch.told, engines=True)
+            answer = branch.ask(line)
+            branch.forks.add(answer)
+        elif not (answer := forks.start()):
+            for each in (out, branch) if branch is not None else (out,):
+                each.close()
+            return of
         print(json.dumps(answer), file=out, flush=True)
-    for pid in under_way:
-        os.kill(pid, signal.SIGKILL)
+    forks.end()
+    if branch is not None:
+        branch.close()
+        os.waitpid(branch.pid, 0)
     return None
 
 
@@ -145,17 +208,35 @@ def begin(job: dict[str, Any]) -> None:
     exec(compile(text, "<string>" if name == "-c" else name, "exec", dont_inherit=True), vars(main))
 
 
+def share_what_is_there() -> None:
+    """What has been imported is never looked at again, and so stays one with the forks'."""
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"{threads} threads: a fork would have one of them"
+    gc.collect()
+    gc.freeze()
+
+
+def import_for_engines() -> None:
+    """What a first engine of ours imports, and what it asks of the processor."""
+    import deepspeed.module_inject.auto_ep_layer
+    import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
+    import harness
+
+    import ds_vertical
+
+    assert ds_vertical.initialize
+    harness.cpuinfo.get_cpu_info()
+    share_what_is_there()
+
+
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # DeepSpeed prints while it is imported
     import torch._dynamo  # noqa: F401
     from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401  # every engine imports it, and the inductor with it
 
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"{threads} threads: a fork would have one of them"
-    gc.collect()
-    gc.freeze()  # what is there is never looked at again, and so stays shared
-    job = answers(out)
+    share_what_is_there()
+    job = answers(sys.stdin, out)
     if job is not None:
         begin(job)
 

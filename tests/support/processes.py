@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 def start_ranks(command: list[str], folder: Path, limit_s: float = 500, num_ranks: int = 2, forked: bool = False) -> None:
-    """Run `command` once per rank; when one fails, end the others and show all. `forked`: as forks.py has it."""
+    """Run `command` once per rank; when one fails, end the others and show all. `forked`: as forks.py has it, with engines."""
     number = str(num_ranks)
     common = {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     logs = [folder / f"rank{rank}.log" for rank in range(num_ranks)]
@@ -42,7 +42,7 @@ def start_ranks(command: list[str], folder: Path, limit_s: float = 500, num_rank
     for rank, log in enumerate(logs):
         env = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
         if forked:
-            processes.append(forks.Fork(command, Path.cwd(), env, log, log))
+            processes.append(forks.Fork(command, Path.cwd(), env, (log, log), engine=True))
             continue
         with log.open("w") as out:
             processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))

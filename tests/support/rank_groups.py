@@ -22,11 +22,11 @@ class Groups(dict[str, Found]):
         *groups: list[dict[str, Any]],
     ) -> None:
         super().__init__()
-        self._folder, self._make, self._groups = folder, make, groups
+        self.folder, self._make, self._groups = folder, make, groups
 
     def __missing__(self, name: str) -> Found:
         number, runs = next((n, runs) for n, runs in enumerate(self._groups) if name in [run["name"] for run in runs])
-        folder = self._folder / str(number)
+        folder = self.folder / str(number)
         folder.mkdir()
         self.update(self._make(folder, runs))
         return self[name]

@@ -87,9 +87,9 @@ class Job:
             section=self.section,
             params=self.tier,
             optimizer=self.tier,
-            sub_group_size=400_001,
+            sub_group_size=200_001,  # less than half a matrix
         )
-        return harness.small_buffers(made, 600_000) if self.tier == "nvme" else made
+        return harness.small_buffers(made, 300_000) if self.tier == "nvme" else made
 
     def batches(self, rank: int) -> list[list[Batch]]:
         return batches([tuple(each) for each in self.counts], rank)
@@ -99,7 +99,7 @@ class Job:
         return TokenLoss() if self.weighted else None
 
 
-build = partial(OddModel, "bf16")
+build = OddModel
 
 
 def straight(job: Job, folder: Path, rank: int) -> dict[str, Any]:
@@ -275,7 +275,7 @@ def kept(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         with running("everything", 4, plenty) as (engine, _):
             left = min(ranks.all_gathered(engine._keeping._left))
         of_one = engine._keeping.store.resting[Tier.DEVICE][1] // engine._loop.shares.counts[rank]
-        room = {"everything": max(ranks.all_gathered(of_one)), "none": 3 * 4 * SIZES["bf16"][1] * batch[0]["input_ids"].numel()}
+        room = {"everything": max(ranks.all_gathered(of_one)), "none": 3 * 4 * SIZES["fp32"][1] * batch[0]["input_ids"].numel()}
         for keep, most in (("everything", 5), ("everything", 4), ("none", 5), ("none", 4)):
             enough = plenty - 2 * (left - round(4.5 * max(ranks.all_gathered(room[keep]))))  # of two ranks
             with running(keep, most, enough):
