@@ -367,6 +367,9 @@ while all weights but those of the units in use are overwritten by NaN. It runs 
 autograd does it. Both runs have what decides stock's bits: ZeRO-3's own linear, and identity nodes
 where stock's hooks put them. Losses, summed gradients and buffers are compared.
 
+With `"outside_layers": "fetched"` (see [memory.md](memory.md#embedding-and-head)) each of the 804
+types had the same result as in this table (2026-11-27, at d577262).
+
 Why are some types only to rounding? In t5, dab-detr and mask2former one micro-batch gives all bits
 of plain autograd, and two do not. What differs are parameters outside the layers that the code
 uses at several layers (an embedding, a norm, a small head). Plain autograd adds up the parts of one
