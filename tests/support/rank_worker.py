@@ -211,20 +211,27 @@ def watch(folder: Path, rank: int) -> dict[str, Any]:
 def lack_room(folder: Path, rank: int, delay: float | None) -> Any:
     """Two steps where rank 1 has room for one generation of files only: this rank's regime, second generation of files and
     losses; or the error's name."""
+    from ds_vertical.engine import disk_check
     from ds_vertical.errors import StorageError
     from ds_vertical.io import files
 
     made = config(folder, "fp32", clip=0.0, delay=delay)
     one = 12 * (2 * VOCAB * WIDTH + 6 * INNER * WIDTH) // 2  # bytes of this rank's state, about
-    asked: list[Path] = []
+    checked: list[list[str]] = []
 
     def free_bytes_here(path: Path) -> int:
-        """At first for both ranks; then the other one has taken its half."""
-        asked.append(path)
-        return one * 3 if len(asked) == 1 else one * 3 // 2
+        """Up to the check for both ranks; then the other one has taken its half."""
+        return one * 3 // 2 if checked else one * 3
+
+    def check_disk(*args: Any, check: Any = disk_check.check_disk) -> list[str]:
+        checked.append(check(*args))
+        return checked[-1]
 
     try:
-        with mock.patch.object(files, "free_bytes", files.free_bytes if rank == 0 else free_bytes_here):
+        with (
+            mock.patch.object(files, "free_bytes", files.free_bytes if rank == 0 else free_bytes_here),
+            mock.patch.object(disk_check, "check_disk", check_disk),
+        ):
             engine, _ = harness.build_engine(made, OddModel, vertical=True)
     except StorageError as error:
         return type(error).__name__
