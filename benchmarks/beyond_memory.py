@@ -125,20 +125,22 @@ def _remove(folder: Path) -> None:
             time.sleep(0.05)
 
 
-def config_of(options: argparse.Namespace, vertical: bool, allowed: int) -> dict[str, Any]:
-    """The JSON of a run."""
+def config_of(options: argparse.Namespace, vertical: bool, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON of a run. `keys`: of the vertical arm's section."""
     arms = inturn.arms(options)
     arm = arms.vertical if vertical else arms.stock
     zero, hidden = arm["zero_optimization"], options.dims["hidden_size"]
     largest = hidden * max(options.dims["vocab_size"], options.dims["intermediate_size"])
     zero |= {"offload_param": zero["offload_param"] | {"buffer_count": BUFFERS, "buffer_size": largest}}
-    section = arm.get(SECTION, {}) | ({"host_memory_bytes": allowed} if vertical else {})
+    section = arm.get(SECTION, {}) | (keys if vertical else {})
     return {**arm, "zero_optimization": zero, SECTION: section}
 
 
-def run_one(options: argparse.Namespace, vertical: bool, allowed: int, limit: int) -> dict[str, Any]:
-    """One process in a group that may take `limit` bytes: how it ended, and its steps. `allowed`: `host_memory_bytes`."""
-    config = config_of(options, vertical, allowed)
+def run_one(options: argparse.Namespace, vertical: bool, limit: int, **keys: float) -> dict[str, Any]:
+    """One process in a group that may take `limit` bytes: how it ended, and its steps. `keys`: of the vertical arm's section,
+    `host_memory_bytes` is `limit` where it is not among them."""
+    keys = {"host_memory_bytes": limit} | keys
+    config = config_of(options, vertical, keys)
     with inturn.scratch_folder(options, config) as folder, memory_group(limit) as group:
         (folder / "nvme").mkdir()
         (folder / "config.json").write_text(json.dumps(inturn.placed(config, str(folder / "nvme"))))
@@ -152,6 +154,7 @@ def run_one(options: argparse.Namespace, vertical: bool, allowed: int, limit: in
         kills, peak = group.num_kills(), group.peak_bytes()
     ended = "killed" if kills else "trained" if status == 0 else "refused" if "MemoryBudgetError" in log else "failed"
     found = {"arm": "vertical" if vertical else "stock", "allowed_bytes": limit, "ended": ended, "status": status}
+    found |= {"section": keys} if vertical else {}
     found |= {"group_peak_bytes": peak, "steps": [json.loads(each.to_json()) for each in steps]}
     return found | {"budget": budget_of(log)} | ({} if ended == "trained" else {"log": log.splitlines()[-LOG_LINES:]})
 
@@ -182,7 +185,7 @@ def budget_of(log: str) -> list[str]:
 
 def least_bytes(options: argparse.Namespace) -> int:
     """What the engine's refusal of too little memory says that it needs. Raises RuntimeError where it refuses nothing."""
-    found = run_one(options, vertical=True, allowed=TOO_LITTLE, limit=options.whole)
+    found = run_one(options, True, options.whole, host_memory_bytes=TOO_LITTLE)
     advised = _ADVISED.search("\n".join(found.get("log", [])))
     if advised is None:
         raise RuntimeError("\n".join([f"no refusal that names a number ({found['ended']}):", *found.get("log", [])]))
@@ -212,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     inturn.add_options(parser)
     parser.set_defaults(micro_batches=4)
-    parser.add_argument("--allowed", default=f"{LEAST},6G,10G,16G", help="bytes of the vertical arm's groups")
+    parser.add_argument("--allowed", default=f"{LEAST},6G,10G,16G", help="BYTES[:SHARE] of the vertical arm's groups")
     parser.add_argument("--stock", default="7G,14G", help="bytes of the stock arm's groups; empty: none")
     parser.add_argument("--steps", type=int, default=3, help="of each run; the first does not count")
     parser.add_argument("--dims", type=lambda text: DIMS | json.loads(text), default=DIMS, help="others, as a JSON object")
@@ -221,8 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = []
     given = [(True, text) for text in filter(None, options.allowed.split(","))]
     for vertical, text in given + [(False, text) for text in filter(None, options.stock.split(","))]:
-        allowed = least_bytes(options) if text == LEAST else parse_bytes(text)
-        runs.append(run_one(options, vertical, allowed, allowed))
+        size, _, share = text.partition(":")
+        limit = least_bytes(options) if size == LEAST else parse_bytes(size)
+        runs.append(run_one(options, vertical, limit, **({"optimizer_host_share": float(share)} if share else {})))
         print(told(runs[-1]), flush=True)
     content: dict[str, Any] = made_of() | {"checkout": describe(inturn.ROOT)}
     content |= {key: getattr(options, key) for key in ("dims", "micro_batches", "tokens", "clip", "steps")}
