@@ -42,6 +42,7 @@ _HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes s
 _SHARES: Final = (0.75, 0.5, 0.25, 0.0)
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
 
+
 _Room = tuple[int, int]  # see `host_room`
 
 
@@ -313,10 +314,9 @@ def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[l
 
 def host_room(params: Iterable[nn.Parameter], limit: int | None) -> tuple[int, int]:
     """(bytes of host memory that this rank may take in all, those that it takes beside its parameters). `limit`: see
-    `check_memory`. Gives the pages of zero.Init's buffers back first, and of what was freed while the model was built."""
+    `check_memory`. Gives the pages of zero.Init's buffers back first."""
     held = list(params)
     swap_buffers.rest_stock_buffers(held)
-    host.trim()
     allowed = machine_room() if limit is None else limit // distributed_ranks.ranks_on_this_host()
     return allowed, max(0, host.resident_bytes() - swap_buffers.bytes_in_memory(held))
 
