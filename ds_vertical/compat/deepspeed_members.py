@@ -24,7 +24,7 @@ OPTIMIZER_SWAPPER: Final = "deepspeed.runtime.swap_tensor.partitioned_optimizer_
 Rows = tuple[tuple[str, ...], ...]
 
 OVERRIDDEN: Final[Mapping[str, Rows]] = {
-    PARAMETER_SWAPPER: (("_configure_aio", "compat.queued_swapping", "self, ds_config"),),
+    PARAMETER_SWAPPER: (("_configure_aio", "compat.striped_swapping", "self, ds_config"),),
     ENGINE: (
         (
             "__init__",
@@ -245,17 +245,13 @@ READ: Final[Mapping[str, Rows]] = {
     ),
     OPTIMIZER_SWAPPER: (
         ("compat.zero_optimizer", "swap_folder swap_element_size"),
-        ("compat.queued_swapping", "aio_handle aio_config swap_folder"),
+        ("compat.striped_swapping", "aio_handle aio_config swap_folder"),
         ("compat.swap_buffers", "swap_buffer_manager"),
     ),
     "deepspeed.runtime.swap_tensor.utils:SwapBufferManager": (("compat.swap_buffers", "all_buffers free_buffer_index"),),
     PARAMETER_SWAPPER: (
         ("compat.zero_params", "id_to_path swap_folder swap_element_size min_aio_bytes"),
-        (
-            "compat.queued_swapping",
-            "aio_read_handle aio_write_handle aio_config swap_folder swap_config swap_element_size dtype elements_per_buffer"
-            " aligned_elements_per_buffer available_buffer_ids param_buffer_count buffers",
-        ),
+        ("compat.striped_swapping", "aio_read_handle aio_write_handle aio_config swap_folder"),
         (
             "compat.swap_buffers",
             "aligned_elements_per_buffer available_buffer_ids param_buffer_count buffers partitioned_swap_buffer"
@@ -292,12 +288,8 @@ READ: Final[Mapping[str, Rows]] = {
     ),
     "deepspeed.runtime.zero.offload_config:DeepSpeedZeroOffloadParamConfig": (
         ("compat.stock_config", "device max_in_cpu buffer_count buffer_size"),
-        ("compat.queued_swapping", "nvme_path buffer_count buffer_size"),
     ),
-    "deepspeed.runtime.config:DeepSpeedConfig": (
-        ("compat.engine", "zero_config aio_config"),
-        ("compat.queued_swapping", "zero_config"),
-    ),
+    "deepspeed.runtime.config:DeepSpeedConfig": (("compat.engine", "zero_config aio_config"),),
     "deepspeed.ops.op_builder.builder:OpBuilder": (("compat.ops.load", "name"),),
     # the seams: names under which DeepSpeed looks up the classes that it makes
     "deepspeed": (("compat.engine", "DeepSpeedEngine"),),

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ds_vertical.compat import accelerator, queued_swapping, stock_config, zero_params
+from ds_vertical.compat import accelerator, stock_config, striped_swapping, zero_params
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.config.acco import with_acco
 from ds_vertical.config.cross_check import check, refuse_unfilled
@@ -88,9 +88,7 @@ def _claim(config: dict[str, Any]) -> dict[str, Any]:
         folders = [Path(os.path.realpath(path)) / run_id for path in several]
         prepared[SECTION]["nvme_paths"] = list(map(str, folders))
         stripes.open_run(folders, machine_cache.shares_of(several))
-    section = load_section(config)
-    if section is not None and section.enabled:
-        queued_swapping.queue_parameters(run_folder(prepared))
+        striped_swapping.stripe_parameters()
     return prepared
 
 
@@ -202,7 +200,7 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
         refuse_levels(resolved := resolve(section))
         refuse_acco(resolved, raw)
         refuse_compression(resolved)
-        if unclaimed_paths(raw) and not section.enabled:
+        if unclaimed_paths(raw):
             disk_check.check_before_the_model(raw)
         if section.enabled and accelerator.is_one_memory():
             keep_cores_for_this_thread()  # ahead of the first collective

@@ -1,6 +1,6 @@
 """What a run takes of the machine besides memory, against what there is, before a file of it is made: the disk, open files, the
 kernel's events of asynchronous I/O, its limit of locked memory. What `prepare` can know already is checked there: memory that
-zero.Init locks for the stock arm.
+zero.Init locks.
 
 All ranks decide together: another schedule on one rank would leave the others in a collective for ever.
 """
@@ -33,6 +33,7 @@ from ds_vertical.types import RunSettings, Tier
 _SPARE: Final = 64  # open files of everybody else in this process: sockets of the process group, a monitor, data
 _STOCK_FILES: Final = 8  # that DeepSpeed's optimizer swapper has open at a time
 _STOCK_HANDLES: Final = 2  # of asynchronous I/O, which it makes after this check
+_STRIPED_QUEUES: Final = 2  # of ours, through which DeepSpeed's swappers move files that lie on several SSDs
 _READ_PER_PART: Final = 4  # master, moments, gradient
 _AIO: Final = Path("/proc/sys/fs")
 
@@ -96,8 +97,8 @@ def check_disk(forecast: Forecast, config: dict[str, Any], resolved: RunSettings
 
 
 def check_before_the_model(config: dict[str, Any]) -> None:
-    """Raise MemoryBudgetError where zero.Init could not lock the stock arm's buffers, on which DeepSpeed dies in an assertion.
-    It locks them by mlock on any device. Those of the vertical arm are not locked: see `queued_swapping`."""
+    """Raise MemoryBudgetError where zero.Init could not lock its buffers, on which DeepSpeed dies in an assertion. It
+    locks them by mlock on any device."""
     needed = stock_config.locked_by_zero_init(config)
     lockable = host.lockable_bytes()
     if lockable is not None and needed > lockable:
@@ -136,9 +137,12 @@ def _lock_fault(ours: int, stock: Mapping[str, int]) -> str | None:
 
 def _locked_by_stock(forecast: Forecast, config: dict[str, object]) -> dict[str, int]:
     """By what decides about them, bytes that DeepSpeed will lock while its optimizer is set up, all at a time: the buffers for
-    the largest chunk of state, and one for its parameters, in whole, where some are stepped on SSD."""
+    parameters, unless zero.Init has had them before; those for the largest chunk of state; and one for its parameters, in
+    whole, where some are stepped on SSD."""
     found: dict[str, int] = {}
     json, chunks = stock_config.OffloadSettings.read(config), forecast.chunks
+    if not swap_buffers.parameter_swappers(forecast.params):  # adapters made outside have none until they join the base's
+        found["zero_optimization.offload_param.buffer_count x buffer_size"] = stock_config.locked_by_zero_init(config)
     largest = max(chunks, key=lambda chunk: chunk.numel, default=None)
     if largest is None:
         return found
@@ -298,20 +302,13 @@ def _event_faults(forecast: Forecast, config: dict[str, Any], resolved: RunSetti
         return  # a container that hides them
     here = ranks.ranks_on_this_host()
     ssds = len(resolved.nvme_paths or [""])
-    swapped = ssds * (
-        _swaps_parameters(forecast, config) + (ssds > 1)
-    )  # queues of ours that DeepSpeed's swappers move files by
-    needed = here * _depth(config) * (len(_queues(forecast, resolved, 0)) * ssds + _STOCK_HANDLES + swapped)
+    striped = _STRIPED_QUEUES * ssds if ssds > 1 else 0
+    needed = here * _depth(config) * (len(_queues(forecast, resolved, 0)) * ssds + _STOCK_HANDLES + striped)
     if needed > most - taken:
         yield (
             f"asynchronous I/O: the {here} ranks of this host need {needed} events, {most - taken} of the kernel's {most} are"
             f" left; sysctl -w fs.aio-max-nr={taken + 2 * needed} as root, or write a smaller aio.queue_depth"
         )
-
-
-def _swaps_parameters(forecast: Forecast, config: DeepSpeedJson) -> bool:
-    """Whether DeepSpeed is yet to make the swapper of the parameters: zero.Init has made that of a model built under it."""
-    return stock_config.OffloadSettings.read(config).params_in_files and not swap_buffers.parameter_swappers(forecast.params)
 
 
 def make_files(timing: StepTiming, one: Mapping[Path, int], both: Mapping[Path, int]) -> None:

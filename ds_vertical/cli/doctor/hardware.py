@@ -56,9 +56,9 @@ def host_memory(case: Target) -> Iterator[CheckResult]:
 
 
 def _parameter_buffers(case: Target) -> tuple[int, str]:
-    """Bytes of the buffers that zero.Init locks in the stock arm for parameters on SSD, and what they are called; 0 without."""
+    """Bytes of the buffers that zero.Init locks in both arms for parameters on SSD, and what they are called; 0 without."""
     section = "zero_optimization.offload_param"
-    if "stock" not in case.arms or case.at(f"{section}.device") != OFFLOAD_DEVICES[Tier.SSD]:
+    if case.at(f"{section}.device") != OFFLOAD_DEVICES[Tier.SSD]:
         return 0, ""
     count, size = (case.at(f"{section}.{key}") for key in ("buffer_count", "buffer_size"))
     count, size = (5 if count is None else count), (10**8 if size is None else size)  # DeepSpeed 0.19.8's defaults

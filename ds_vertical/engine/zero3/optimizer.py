@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vertical.compat import accelerator, pinned_memory, queued_swapping, zero_optimizer, zero_params
+from ds_vertical.compat import accelerator, pinned_memory, striped_swapping, zero_optimizer, zero_params
 from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_optimizer import DeepSpeedCPUAdam
 from ds_vertical.distributed import ranks
@@ -140,7 +140,7 @@ class VerticalStage3(ChunkedStage3):
             "pipeline": False,
         }
         super()._configure_tensor_swapping(offload_optimizer_config.model_copy(update=plain), aio_config)
-        queued_swapping.queue_optimizer(self)
+        striped_swapping.stripe_optimizer(self)
         self._allocate_files()
 
     def _allocate_files(self) -> None:

@@ -374,7 +374,7 @@ for limit, case in cases:
 
 
 def test_a_memlock_limit_is_held_against_the_buffers_of_the_json(tmp_path: Path) -> None:
-    config = harness.base_config(tmp_path) | {"vertical_schedule": {"enabled": False}}
+    config = harness.base_config(tmp_path)
     config["zero_optimization"]["offload_param"] |= {"buffer_count": 3, "buffer_size": 1 << 20}
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     file = str(tmp_path / "ds_config.json")
@@ -390,14 +390,12 @@ def test_a_memlock_limit_is_held_against_the_buffers_of_the_json(tmp_path: Path)
 
 
 def test_buffers_that_do_not_fit_into_memory(tmp_path: Path) -> None:
-    config = harness.base_config(tmp_path) | {"vertical_schedule": {"enabled": False}}
+    config = harness.base_config(tmp_path)
     config["zero_optimization"]["offload_param"] |= {"buffer_count": 1000, "buffer_size": 10**10}
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     error = bad(hardware.host_memory(Target(tmp_path / "ds_config.json")))[0]
     assert error.severity == "error" and "1000 x 10000000000 elements of 2 bytes) need 18626.5 GiB" in error.found
     assert '"buffer_count"' in error.remedy
-    vertical = Target(tmp_path / "ds_config.json", arm="vertical")  # which locks none of them
-    assert not any("parameter buffers" in finding.found for finding in hardware.host_memory(vertical))
 
 
 def test_the_kernels_limit_of_asynchronous_operations() -> None:
