@@ -265,7 +265,10 @@ class ParameterWatch(TorchFunctionMode):
         """Whether a node may keep a frozen parameter for its backward. What a graph of TorchScript keeps is not shown."""
         if type(node).__name__ == "DifferentiableGraphBackward":
             return True
-        kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        try:
+            kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        except RuntimeError:  # torch does not show what has been written in place since, or freed
+            return True
         tensors = (each for each in pytree.tree_leaves(kept) if isinstance(each, torch.Tensor))
         return any(each.untyped_storage().data_ptr() in self._frozen for each in tensors)
 
