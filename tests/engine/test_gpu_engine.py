@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from harness import base_config
-from late_worker import CASES
+from late_worker import CASES, COMPILED
 from places import ROOT, SUPPORT
 
 MODEL = ROOT / "configs" / "models" / "gpt_13m.json"
@@ -54,21 +54,13 @@ def test_the_other_cases_hold_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("persistence", [0, None], ids=["none persistent", "stock's threshold"])
-@pytest.mark.parametrize("clip", [0.0, 1.0])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
-def test_bits_are_stocks(tmp_path: Path, dtype: str, clip: float, persistence: int | None) -> None:
-    [found] = run_cases(tmp_path, "cuda", {"case": "bits", "dtype": dtype, "clip": clip, "persistence": persistence})
-    assert found["steps"] >= 2 and bool(found["skipped"]) is (dtype == "fp16")
-
-
-@pytest.mark.gpu
 def test_what_leaves_a_busy_device_comes_back_as_it_was(tmp_path: Path) -> None:
     assert run_cases(tmp_path, "cuda", {"case": "activations", "dtype": "bf16"}) == [{"steps": 2}]
 
 
 LIBRARIES = 96 << 20  # bytes of workspaces, which kernels' libraries take in the first training of a process
-SETTINGS = [["bf16, clipped", "fp32, half of each layer late"], *([*CASES][index::6] for index in range(6))]
+ON_A_GPU = [name for name in CASES if name != COMPILED]  # `compiled` compiles, without the sanitizer
+SETTINGS = [["bf16, clipped", "fp32, half of each layer late"], *(ON_A_GPU[index::6] for index in range(6))]
 
 
 @pytest.mark.gpu
@@ -103,19 +95,19 @@ def test_blocks_that_torch_compiles_have_the_bits_of_the_same_under_stock(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path, dtype: str) -> None:
-    [found] = run_cases(tmp_path, "cuda", {"case": "resumes", "dtype": dtype})
-    assert found["differing"] == [] and found["tensors"] > 20
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
+    for found in run_cases(tmp_path, "cuda", *({"case": "resumes", "dtype": dtype} for dtype in ("bf16", "fp16"))):
+        assert found["differing"] == [] and found["tensors"] > 20
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [1, 2])
-def test_the_host_runs_ahead_of_the_device_by_no_more_layers_than_are_counted(tmp_path: Path, window: int) -> None:
-    [found] = run_cases(tmp_path, "cuda", {"case": "ahead", "dtype": "bf16", "window": window})
-    assert found["busy"]  # nothing on the host's way waits until all of it is computed
-    # the window and the layer that computes, one more where a copy is still due; besides, small tensors in blocks of their own
-    assert found["grown"] <= (window + 2) * found["layer"] + found["rest"] + (4 << 20)
+def test_the_host_runs_ahead_of_the_device_by_no_more_layers_than_are_counted(tmp_path: Path) -> None:
+    windows = 1, 2
+    cases = [{"case": "ahead", "dtype": "bf16", "window": window} for window in windows]
+    for window, found in zip(windows, run_cases(tmp_path, "cuda", *cases), strict=True):
+        assert found["busy"]  # nothing on the host's way waits until all of it is computed
+        # the window and the layer that computes, one more where a copy is still due; small tensors have blocks of their own
+        assert found["grown"] <= (window + 2) * found["layer"] + found["rest"] + (4 << 20)
 
 
 @pytest.mark.gpu
@@ -124,6 +116,15 @@ def test_a_full_gpu_fails_the_step_whole_and_says_what_fits(tmp_path: Path) -> N
     assert found["kinds"] == ["DeviceFullError", "OutOfMemoryError", "OutOfMemoryError"] and found["left"] == [[]] * 3
     assert found["mended"] == {change: [] for change in found["mended"]} and found["mended"], found["text"]
     assert found["chosen"] == [] and 0 < found["cells"] < 24
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
+def test_bits_are_stocks(tmp_path: Path, dtype: str) -> None:
+    """With and without clipping, with and without persistent parameters."""
+    cases = [{"case": "bits", "dtype": dtype, "clip": clip, "persistence": each} for clip in (0.0, 1.0) for each in (0, None)]
+    for found in run_cases(tmp_path, "cuda", *cases):
+        assert found["steps"] >= 2 and bool(found["skipped"]) is (dtype == "fp16")
 
 
 @pytest.mark.parametrize("device", ["cpu", "late", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -9,6 +9,7 @@ whoever starts the process sets CUBLAS_WORKSPACE_CONFIG.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -32,6 +33,7 @@ from ds_vertical.io.streams import works_beside_host
 from ds_vertical.offload.grad_store import GradientFile, HeldGradients, ReducedSums
 from ds_vertical.offload.state_files import Chunk
 
+LIMIT_S = 250  # then the process says where its threads are, and ends
 NUM_STEPS = 6
 NUM_MICRO_BATCHES = 3
 NUM_LAYERS = 8
@@ -296,6 +298,7 @@ CASES = {
 
 
 def main(folder: str, listed: str) -> int:
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_flash_sdp(False)  # leaves attention as matrix products, whose backward is deterministic
     torch.backends.cuda.enable_mem_efficient_sdp(False)

@@ -35,6 +35,7 @@ WIDTH = 768  # a matrix of two bytes an element is over 1 MiB, and so on SSD
 SHORTEST = 5  # tokens of the first micro-batch of a step
 LARGE_ROWS = 100  # of a buffer of more elements than are copied in each step
 BUFFERED = "fp32, buffers in and around the layers"
+COMPILED = "fp32, compiled blocks"
 
 
 class FailingBlock(MixerBlock):
@@ -246,7 +247,7 @@ CASES = {
     "fp32, no layer ahead": _case("fp32", 1.0, {"prefetch_layers": 0}),
     "bf16, asked to stop": replace(_case("bf16", 1.0), num_steps=1, between=ask_to_stop, listens=True),
     "fp32, generates": replace(_case("fp32", 1.0), between=generate, build=partial(tiny_neox, NUM_LAYERS, 256, dropout=0.1)),
-    "fp32, compiled blocks": replace(_case("fp32", 1.0), build=build_compiled),
+    COMPILED: replace(_case("fp32", 1.0), build=build_compiled),
 }
 ON_RANKS = {"bf16, listening for signals": replace(_case("bf16", 1.0), listens=True)}
 
