@@ -247,6 +247,13 @@ def resident_state(optimizer: DeepSpeedZeroOptimizer_Stage3, chunk: int) -> tupl
     return optimizer.fp32_partitioned_groups_flat[chunk].data, state["exp_avg"], state["exp_avg_sq"]
 
 
+def own_share(optimizer: DeepSpeedZeroOptimizer_Stage3, param: ZeroParam, value: torch.Tensor) -> torch.Tensor:
+    """Of a parameter's elements those that this rank has, flat. What it has behind the last one is 0."""
+    size = param.partition_numel()
+    share = value.flatten()[size * optimizer._get_param_partition_rank(param) :][:size]
+    return torch.nn.functional.pad(share, (0, size - share.numel()))
+
+
 def set_share(optimizer: DeepSpeedZeroOptimizer_Stage3, param: ZeroParam, value: torch.Tensor, kind: str | None) -> None:
     """Overwrite this rank's share of a parameter's master (`kind` None) or moment, in memory or in its file."""
     share, chunk = optimizer._get_fp32_opt_state_partition(param, release_swap_buffers=False, optim_state_key=kind)

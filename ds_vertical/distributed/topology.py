@@ -50,11 +50,13 @@ class Topology:
 
     def __post_init__(self) -> None:
         if self.node < 1 or self.world % self.node:
-            raise ConfigError(f"{_NODE_KEY}: {self.node} does not divide the {self.world} ranks; write a number that does")
+            raise ConfigError(
+                f"{_NODE_KEY}: got {self.node}, which does not divide the {self.world} ranks; write a number that does"
+            )
         if self.pair < 1 or self.node % self.pair:
             raise ConfigError(
-                f"{PAIR_KEY}: {self.pair} does not divide the {self.node} ranks that add their gradients first;"
-                " write a number that does"
+                f"{PAIR_KEY}: got {self.pair}, which does not divide the {self.node} ranks that add their gradients first"
+                f" ({_NODE_KEY}); write a number that does"
             )
 
     def width(self, level: Level) -> int:
@@ -110,19 +112,22 @@ def topology_of(hosts: Sequence[str], pair: int | None = None, node: int | None 
     """
     ranks = {host: [rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)}
     named = _named(ranks)
+    asked = "hostfile" if pair is None else f"{PAIR_KEY}: got {pair}, for which hosts share the ranks in another way"
     if any(numbers != list(range(numbers[0], numbers[-1] + 1)) for numbers in ranks.values()):
         raise ConfigError(
-            f"hostfile: the ranks of a host must be neighbours, but {named}; list each host once, and let the launcher number"
-            " the ranks host by host"
+            f"{asked}: the ranks of a host must be neighbours, but {named}; list each host once in the hostfile, and let the"
+            " launcher number the ranks host by host"
         )
     if len({len(numbers) for numbers in ranks.values()}) > 1:
-        raise ConfigError(f"hostfile: hosts need equal numbers of ranks, but {named}; give all hosts the same slots=")
+        raise ConfigError(
+            f"{asked}: hosts need equal numbers of ranks, but {named}; give all hosts the same slots= in the hostfile"
+        )
     per_host = len(hosts) // len(ranks)
     fitting = [n for n in range(1, len(hosts) + 1) if not len(hosts) % n and (not per_host % n or not n % per_host)]
     for key, number in ((PAIR_KEY, pair), (_NODE_KEY, node)):
         if number is not None and number not in fitting:
             raise ConfigError(
-                f"{key}: {number} does not divide the ranks ({named}); write one of {', '.join(map(str, fitting))}"
+                f"{key}: got {number}, which does not divide the ranks ({named}); write one of {', '.join(map(str, fitting))}"
             )
     pair = pair or min(per_host, node or per_host)
     node = node or max(per_host, pair)

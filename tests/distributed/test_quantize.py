@@ -257,7 +257,7 @@ def test_other_flags_are_another_op() -> None:
 def test_where_the_kernel_does_not_compile_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("#error on purpose\n")
-    op = load.OwnOp("block_quantize", str(broken), (), "CPUAdamBuilder")
+    op = replace(load.BLOCK_QUANTIZE, source=str(broken))
     monkeypatch.setattr(load, "BLOCK_QUANTIZE", op)
     try:
         with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled .* torch stands in: same result"):

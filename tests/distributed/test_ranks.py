@@ -239,6 +239,11 @@ def test_the_first_rank_alone_says_how_the_steps_go(fp32: TwoRanks) -> None:
     assert float(rate[1]) * float(seconds[1]) == pytest.approx(first["tokens"][0] + second["tokens"][0])  # of both ranks
 
 
+def test_a_user_writes_state_that_ranks_share_unequally(fp32: TwoRanks) -> None:
+    """Stock's last rank asks for elements behind the last one."""
+    assert [rank["watched"]["written"] for rank in fp32.ranks] == [[True, True]] * 2
+
+
 def test_room_that_one_rank_lacks_no_rank_uses(fp32: TwoRanks) -> None:
     """Both step late, and keep no second generation; where early steps were asked for, both refuse."""
     late = [losses[:2] for losses in fp32.each(f"delay {DELAYS[1]}", "losses")]

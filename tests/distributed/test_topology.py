@@ -71,16 +71,16 @@ REFUSED = {
         None,
         r"a \(boot 12345678\) has rank 0; a \(boot 2345678-\)",
     ),
-    "pair": (["a x"] * 4, 3, None, r"ranks_per_node\): 3 does not .*a has ranks 0, 1, 2, 3.*one of 1, 2, 4$"),
+    "pair": (["a x"] * 4, 3, None, r"ranks_per_node\): got 3, which does not .*a has ranks 0, 1, 2, 3.*one of 1, 2, 4$"),
     "pair over a half host": (
         ["a x"] * 6 + ["b y"] * 6,
         4,
         None,
-        r"ranks_per_node\): 4 does not .*one of 1, 2, 3, 6, 12$",
+        r"ranks_per_node\): got 4, which does not .*one of 1, 2, 3, 6, 12$",
     ),
-    "zero": (["a x"] * 4, 0, None, r"ranks_per_node\): 0 does not"),
-    "node": (["a x"] * 4, None, 3, r"levels\.gradients: 3 does not .*one of 1, 2, 4$"),
-    "pair above node": (["a x"] * 4, 4, 2, r"ranks_per_node\): 4 does not divide the 2 ranks"),
+    "zero": (["a x"] * 4, 0, None, r"ranks_per_node\): got 0, which does not"),
+    "node": (["a x"] * 4, None, 3, r"levels\.gradients: got 3, which does not .*one of 1, 2, 4$"),
+    "pair above node": (["a x"] * 4, 4, 2, r"ranks_per_node\): got 4, which does not divide the 2 ranks.*levels\.gradients"),
 }
 
 

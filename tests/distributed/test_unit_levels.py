@@ -29,9 +29,14 @@ def test_neighbours_on_one_host_are_a_node(hosts: list[str], settings: LevelSett
     ("hosts", "size", "told"),
     [
         ([A, A, B, B], 3, "(vertical_schedule.levels.ranks_per_node): got 3, which does not divide the number of ranks, 4"),
-        ([A, B, A, B], 2, "ranks of a host must be neighbours"),
-        ([A, A, A, B, B, B], 2, "ranks_per_node): 2 does not divide"),
-        ([A, A, A, A, B, B], 2, "hosts need equal numbers of ranks"),
+        ([A, B, A, B], 2, "zero_hpz_partition_size (vertical_schedule.levels.ranks_per_node): got 2, for which hosts"),
+        (
+            [A, B, A, B],
+            2,
+            "ranks of a host must be neighbours, but a has ranks 0, 2; b has ranks 1, 3; list each host once",
+        ),
+        ([A, A, A, B, B, B], 2, "ranks_per_node): got 2, which does not divide"),
+        ([A, A, A, A, B, B], 2, "ranks_per_node): got 2, for which hosts share the ranks in another way: hosts need equal"),
         ([A, A, B, B], 4, "a node is not on one host: rank 0 on a, rank 1 on a, rank 2 on b, rank 3 on b"),
     ],
 )

@@ -318,6 +318,16 @@ def test_prepare_gives_each_run_a_folder_and_a_prepared_config_back(tmp_path: Pa
         assert ds_vertical.prepare(prepared) == prepared
 
 
+def test_levels_that_the_ranks_do_not_make_are_refused_ahead_of_all_else(tmp_path: Path) -> None:
+    start_process_group()
+    config = ssd_config(tmp_path)
+    config["zero_optimization"]["zero_hpz_partition_size"] = 2
+    for call in (partial(initialize, config=config), partial(ds_vertical.prepare, config)):
+        with pytest.raises(ConfigError, match=r"zero_hpz_partition_size .*: got 2, .* divide the number of ranks, 1;"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
 def build_under(config: dict[str, Any]) -> nn.Module:
     start_process_group()
     with deepspeed.zero.Init(config_dict_or_path=config):

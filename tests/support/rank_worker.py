@@ -25,6 +25,12 @@ import harness
 import numpy as np
 import rank_persistent
 import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 from faults import small_files
 from torch import nn
 
@@ -198,14 +204,28 @@ def watch(folder: Path, rank: int) -> dict[str, Any]:
     made["vertical_schedule"]["progress"] = True
     monitors = folder.parent / "monitors"
     made["csv_monitor"] = {"enabled": True, "output_path": str(monitors), "job_name": f"rank{rank}"}
-    with harness.running(made, OddModel, vertical=True) as (engine, _), mock.patch.object(sys, "stderr", io.StringIO()) as err:
+    with (
+        harness.running(made, OddModel, vertical=True) as (engine, model),
+        mock.patch.object(sys, "stderr", io.StringIO()) as err,
+    ):
         for step in batches(rank, 2)[:2]:
             engine.train_batch(iter(step))
         return {
+            "written": [written_state(model.embed.weight, key) for key in (None, "exp_avg")],
             "line": err.getvalue(),
             "rows": {path.name: path.read_text() for path in monitors.glob(f"rank{rank}/*.csv")},
             "tokens": [sum(batch["input_ids"].numel() for batch in step) for step in batches(rank, 2)[:2]],
         }
+
+
+def written_state(param: nn.Parameter, key: str | None) -> bool:
+    """Whether a parameter that ranks share unequally has the master (`key` None) or moment that a user writes."""
+    value = torch.arange(float(param.ds_numel)).reshape(param.ds_shape)
+    if key is None:
+        safe_set_full_fp32_param(param, value)
+        return torch.equal(safe_get_full_fp32_param(param), value)
+    safe_set_full_optimizer_state(param, value, key)
+    return torch.equal(safe_get_full_optimizer_state(param, key), value)
 
 
 def lack_room(folder: Path, rank: int, delay: float | None) -> Any:

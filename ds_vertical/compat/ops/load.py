@@ -34,12 +34,13 @@ PIECE_NUMEL = 1 << 20
 @dataclass(frozen=True)
 class OwnOp:
     """An op of ours: `source` in csrc/, `shipped` sources of DeepSpeed, and `stock`, the builder whose flags it takes, ahead of
-    `flags` of its own."""
+    `flags` of its own. `otherwise`: what is said where it cannot be compiled: what stands in and costs, or what to do."""
 
     name: str
     source: str
     shipped: tuple[str, ...]
     stock: str
+    otherwise: str
     flags: tuple[str, ...] = ()
 
     @property
@@ -57,18 +58,61 @@ class OwnOp:
         builder.cxx_args = lambda: [*stock_flags(), *self.flags]
         return builder
 
+    def load(self) -> Any:
+        """The compiled module. Raises RuntimeError, with `otherwise`, where it cannot be compiled; ConfigError."""
+        cache.activate()
+        try:
+            return self.builder().load(verbose=False)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"{CSRC / self.source} could not be compiled or loaded ({type(error).__name__}:"
+                f" {str(error).partition(chr(10))[0]}); {self.otherwise}; the compiler's words are above,"
+                " `ds-vertical build-ops` tries again"
+            ) from error
 
-FREE_ADAM = OwnOp("free_adam", "free_adam.cpp", ("csrc/adam/cpu_adam_impl.cpp",), "CPUAdamBuilder")
+    def load_or_warn(self) -> Any | None:
+        """As `load`. None, and a RuntimeWarning, where it cannot be compiled. Raises ConfigError."""
+        try:
+            return self.load()
+        except RuntimeError as error:
+            warnings.warn(f"ds_vertical: {error}", RuntimeWarning, stacklevel=3)
+            return None
+
+
+FREE_ADAM = OwnOp(
+    "free_adam",
+    "free_adam.cpp",
+    ("csrc/adam/cpu_adam_impl.cpp",),
+    "CPUAdamBuilder",
+    f"DeepSpeed's cpu_adam stands in, in pieces of {PIECE_NUMEL} elements: same result, but each piece holds Python's lock",
+)
 CHECKED_AIO = OwnOp(
     "checked_aio",
     "checked_aio.cpp",
     ("csrc/aio/common/deepspeed_aio_types.cpp", "csrc/aio/common/deepspeed_aio_utils.cpp"),
     "AsyncIOBuilder",
+    "install libaio's headers (Debian: libaio-dev)",
 )
-IDENTITY_NODE = OwnOp("joint", "joint.cpp", (), "CPUAdamBuilder")  # under this name in the caches of users
-# a fused multiply-add would round once where the same code in torch rounds twice
-BLOCK_QUANTIZE = OwnOp("block_quantize", "block_quantize.cpp", (), "CPUAdamBuilder", ("-ffp-contract=off",))
-MASTER_HALVES = OwnOp("master_halves", "master_halves.cpp", (), "CPUAdamBuilder")
+IDENTITY_NODE = OwnOp(
+    "joint",  # under this name in the caches of users
+    "joint.cpp",
+    (),
+    "CPUAdamBuilder",
+    "nodes written in Python stand in: same result, some percent slower",
+)
+BLOCK_QUANTIZE = OwnOp(
+    "block_quantize",
+    "block_quantize.cpp",
+    (),
+    "CPUAdamBuilder",
+    "torch stands in: same result, several times slower and with more memory",
+    ("-ffp-contract=off",),  # a fused multiply-add would round once where the same code in torch rounds twice
+)
+MASTER_HALVES = OwnOp(
+    "master_halves", "master_halves.cpp", (), "CPUAdamBuilder", "torch stands in: same result, several times slower"
+)
 OWN_OPS = (FREE_ADAM, CHECKED_AIO, IDENTITY_NODE, BLOCK_QUANTIZE, MASTER_HALVES)
 
 
@@ -190,10 +234,6 @@ def _tensors(arguments: Sequence[Any]) -> Sequence[torch.Tensor]:
     return arguments
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
 @functools.cache
 def free_adam() -> AdamModule:
     """CPU Adam that computes outside the interpreter lock, bit for bit DeepSpeed's.
@@ -201,22 +241,11 @@ def free_adam() -> AdamModule:
     Where our binding cannot be compiled a RuntimeWarning says so, and DeepSpeed's is used in pieces. Raises what
     DeepSpeed raises where its own op cannot be had either.
     """
-    cache.activate()
-    try:
-        module: Any = FREE_ADAM.builder().load(verbose=False)
-        return module
-    except ConfigError:
-        raise
-    except Exception as error:
-        warnings.warn(
-            f"ds_vertical: {CSRC / FREE_ADAM.source} could not be compiled or loaded ({_first_line(error)});"
-            f" using DeepSpeed's cpu_adam in pieces of {PIECE_NUMEL} elements: same result, but it holds Python's lock during"
-            " each piece; the compiler's words are above, `ds-vertical build-ops` tries again",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    module: AdamModule | None = FREE_ADAM.load_or_warn()
+    if module is None:
         stock: Any = _stock_builder("CPUAdamBuilder").load(verbose=False)
-        return PiecewiseAdam(stock)
+        module = PiecewiseAdam(stock)
+    return module
 
 
 # ---- aio
@@ -235,17 +264,8 @@ def checked_aio() -> AioModule:
 
     Raises RuntimeError where it cannot be compiled (libaio's headers are missing, as DeepSpeed's own op says then).
     """
-    cache.activate()
-    try:
-        module: Any = CHECKED_AIO.builder().load(verbose=False)
-        return module
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise RuntimeError(
-            f"{CSRC / CHECKED_AIO.source} could not be compiled or loaded ({_first_line(error)}); install libaio's headers"
-            " (Debian: libaio-dev), then run `ds-vertical build-ops`"
-        ) from error
+    module: AioModule = CHECKED_AIO.load()
+    return module
 
 
 def new_disk_queue(aio: Mapping[str, Any], observer: Observer | None = None) -> DiskQueue:
@@ -270,21 +290,8 @@ def identity_node() -> Callable[[torch.Tensor], torch.Tensor] | None:
 
     None where it cannot be compiled, as a RuntimeWarning says: a node written in Python gives the same result, more slowly.
     """
-    cache.activate()
-    try:
-        module: Any = IDENTITY_NODE.builder().load(verbose=False)
-        return module.joint
-    except ConfigError:
-        raise
-    except Exception as error:
-        warnings.warn(
-            f"ds_vertical: {CSRC / IDENTITY_NODE.source} could not be compiled or loaded ({_first_line(error)}); nodes"
-            " written in Python stand in: same result, some percent slower; the compiler's words are above,"
-            " `ds-vertical build-ops` tries again",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
+    module = IDENTITY_NODE.load_or_warn()
+    return None if module is None else module.joint
 
 
 # ---- collectives in few bits
@@ -306,21 +313,8 @@ class QuantizeModule(Protocol):
 @functools.cache
 def block_quantizer() -> QuantizeModule | None:
     """The compiled kernel. None where it cannot be compiled, as a RuntimeWarning says: torch gives the same bits then."""
-    cache.activate()
-    try:
-        module: Any = BLOCK_QUANTIZE.builder().load(verbose=False)
-        return module
-    except ConfigError:
-        raise
-    except Exception as error:
-        warnings.warn(
-            f"ds_vertical: {CSRC / BLOCK_QUANTIZE.source} could not be compiled or loaded ({_first_line(error)}); torch stands"
-            " in: same result, several times slower and with more memory; the compiler's words are above,"
-            " `ds-vertical build-ops` tries again",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
+    module: QuantizeModule | None = BLOCK_QUANTIZE.load_or_warn()
+    return module
 
 
 # ---- masters in two halves
@@ -353,17 +347,5 @@ class HalvesModule(Protocol):
 @functools.cache
 def master_halves() -> HalvesModule | None:
     """The compiled kernel. None where it cannot be compiled, as a RuntimeWarning says: torch gives the same bits then."""
-    cache.activate()
-    try:
-        module: Any = MASTER_HALVES.builder().load(verbose=False)
-        return module
-    except ConfigError:
-        raise
-    except Exception as error:
-        warnings.warn(
-            f"ds_vertical: {CSRC / MASTER_HALVES.source} could not be compiled or loaded ({_first_line(error)}); torch stands"
-            " in: same result, several times slower; the compiler's words are above, `ds-vertical build-ops` tries again",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
+    module: HalvesModule | None = MASTER_HALVES.load_or_warn()
+    return module

@@ -100,12 +100,16 @@ class StateRoutes(DeepSpeedZeroOptimizer_Stage3):
         self.flush_state()
         return super().get_full_hp_param(param, optim_state_key)
 
-    def set_full_hp_param(self, value: torch.Tensor, param: nn.Parameter, optim_state_key: str | None = None) -> None:
-        """As stock's, after a flush. Raises RuntimeError within a step."""
+    def set_full_hp_param(self, value: torch.Tensor, param: ZeroParam, optim_state_key: str | None = None) -> None:
+        """As stock's, after a flush, and also for a parameter that ranks share unequally, where stock asks the last ones for
+        elements that it has not. Raises ValueError for a wrong number of elements, RuntimeError within a step."""
         self.live.refuse_inside("safe_set_full_fp32_param or safe_set_full_optimizer_state")
+        if value.numel() != param.ds_numel:
+            raise ValueError(f"got {value.numel()} elements for a parameter of {param.ds_numel}")
         self.flush_state()
-        super().set_full_hp_param(value, param, optim_state_key)
-        self._note_write()
+        if self.steps(param):
+            zero_optimizer.set_share(self, param, zero_optimizer.own_share(self, param, value), optim_state_key)
+            self._note_write()
 
     def get_local_fp32_param(  # pyright: ignore[reportIncompatibleMethodOverride] - stock names no None
         self, param: nn.Parameter, optim_state_key: str | None = None

@@ -208,7 +208,7 @@ def test_build_ops_fails_where_a_stand_in_works_in_an_ops_place(
 ) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("#error on purpose\n")
-    op = load.OwnOp("joint", str(broken), (), "CPUAdamBuilder")
+    op = replace(load.IDENTITY_NODE, source=str(broken))
     monkeypatch.setattr(load, "IDENTITY_NODE", op)
     monkeypatch.setattr(load, "OWN_OPS", (load.FREE_ADAM, load.CHECKED_AIO, op))
     load.identity_node.cache_clear()
@@ -227,7 +227,7 @@ def test_where_it_does_not_compile_a_warning_says_so_and_deepspeeds_is_used(
 ) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("#error on purpose\n")
-    op = load.OwnOp("free_adam", str(broken), (), "CPUAdamBuilder")
+    op = replace(load.FREE_ADAM, source=str(broken))
     monkeypatch.setattr(load, "FREE_ADAM", op)
     try:
         with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled .* in pieces"):
@@ -317,7 +317,7 @@ def test_tensors_of_users_own_types_keep_them() -> None:
 def test_where_the_joint_does_not_compile_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("#error on purpose\n")
-    op = load.OwnOp("joint", str(broken), (), "CPUAdamBuilder")
+    op = replace(load.IDENTITY_NODE, source=str(broken))
     monkeypatch.setattr(load, "IDENTITY_NODE", op)
     try:
         with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled .* written in Python"):
