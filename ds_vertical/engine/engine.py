@@ -22,6 +22,7 @@ from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.integrations.three_calls import ThreeCalls
 from ds_vertical.engine.module_hooks import load_identity_node
 from ds_vertical.engine.progress import Progress
+from ds_vertical.engine.run_log import network_of
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.engine.signals import Stopping
 from ds_vertical.engine.zero3.chunks import check_optimizer
@@ -84,6 +85,7 @@ class VerticalEngine(CallableEngine):
             self._loop, calls, self.self_check, has_heard=lambda: self._stopping.has_heard, snake=vertical.snake
         )
         calls.restore, calls.tear, calls.admit = three.restore, self.optimizer.condition.tear, three.admit
+        self.network = network_of(vertical.levels)
         accelerator.log(f"ds_vertical: {assembly.describe(self._params)}")
 
     def _meter(self, folder: Path | None, elastic: ElasticCounts | None) -> Progress:

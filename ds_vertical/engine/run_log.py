@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ import torch
 
 from ds_vertical.compat import accelerator, zero_params
 from ds_vertical.distributed import ranks
+from ds_vertical.io.runs.this_host import host_id
+from ds_vertical.planner.network import Network
 from ds_vertical.planner.run_record import AccountWriter, ExecutedStep, RunInfo, Share
-from ds_vertical.types import Tier
+from ds_vertical.types import LevelSettings, Tier
+
+_BLOCK_SCALE_BYTES = 4
 
 
 class Follower:
@@ -80,6 +85,30 @@ def facts_of(engine: Any, tokens: int) -> RunInfo:
         file_elements={unit: sum(chunk.numel for chunk in members if chunk.files) for unit, members in chunks.items()},
         ahead=len(optimizer.further_slots),
         compressed=engine.vertical.optimizer_compression,
+        network=engine.network,
+    )
+
+
+def network_of(settings: LevelSettings) -> Network | None:
+    """How the ranks lie on hosts, and what their collectives have of levels. Collective. None for one rank, and for hosts that
+    have unequal numbers of ranks, of which `Network` knows nothing."""
+    hosts = ranks.all_gathered(host_id())
+    per_host = set(Counter(hosts).values())
+    if len(hosts) == 1 or len(per_host) > 1:
+        return None
+    scale = _BLOCK_SCALE_BYTES / settings.block
+    sums = [None if bits is None or not settings.quantized_gradients else bits / 8 + scale for bits in settings.gradient_bits]
+    return Network(
+        num_nodes=len({*hosts}),
+        ranks_per_node=per_host.pop(),
+        levels=settings.are_on,
+        copy_share=1.0 if settings.share is None else settings.share,
+        reduces_twice=accelerator.device_name() == "cpu",
+        weight_bytes=1 + scale if settings.quantized_weights else None,
+        gradient_bytes=(sums[0], sums[1]),
+        copy_ranks=settings.ranks_per_node if settings.are_on else None,
+        sum_ranks=settings.gradients or settings.ranks_per_node if settings.are_on else None,
+        stands=settings.copy_on_device,
     )
 
 

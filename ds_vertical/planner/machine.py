@@ -134,9 +134,7 @@ class Machine:
 
     def with_links(self, links: Mapping[str, float]) -> Self:
         """This machine with what `ds-vertical limits --links` has measured. Raises CostsError naming the key."""
-        known = {each.name for each in fields(self)}
-        if unknown := sorted(name for name in links if f"net_{name}" not in known):
-            raise CostsError(f"links.{unknown[0]}: no such key; run `ds-vertical limits --links` again")
+        _refuse_unknown(links)
         return replace(self, **{f"net_{name}": value for name, value in links.items()})
 
     def shared(self, num_ranks: int) -> Self:
@@ -265,11 +263,18 @@ def read_profile(name: str) -> Profile:
     return Profile.from_dict(path.stem, report)
 
 
+def _refuse_unknown(links: Mapping[str, float]) -> None:
+    known = {each.name for each in fields(Machine)}
+    if unknown := sorted(name for name in links if f"net_{name}" not in known):
+        raise CostsError(f"links.{unknown[0]}: no such key; run `ds-vertical limits --links` again")
+
+
 def read_links(path: Path) -> dict[str, float]:
     """What a file of `ds-vertical limits --links --out` has measured, as `Machine.with_links` takes it. Raises CostsError."""
     try:
-        links = json.loads(path.read_text(encoding="utf-8"))["links"]
-        return {name: float(value) for name, value in links.items()}
+        links = {name: float(value) for name, value in json.loads(path.read_text(encoding="utf-8"))["links"].items()}
+        _refuse_unknown(links)
+        return links
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         advice = "write the path of a file of `ds-vertical limits --links --out`"
         raise CostsError(f"--links {path}: {type(error).__name__}: {error}; {advice}") from error

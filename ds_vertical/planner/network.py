@@ -28,9 +28,9 @@ each, c bytes come from each of the k - 1 others. So what the levels gain in byt
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal, Self
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.machine import Machine
@@ -88,6 +88,11 @@ class Network:
                 f"network: copy_ranks {self.w} and sum_ranks {self.g} do not fit {self.num_nodes} nodes of"
                 f" {self.ranks_per_node} ranks; copy_ranks divides the other two, sum_ranks all ranks"
             )
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """From `dataclasses.asdict` in JSON, which has no tuples."""
+        return cls(**{**fields, "gradient_bytes": tuple(fields["gradient_bytes"])})
 
     @property
     def w(self) -> int:

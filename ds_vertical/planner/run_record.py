@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, Self
 from ds_vertical.planner.closed_forms import Traffic, kept_layers, vertical_traffic
 from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint
 from ds_vertical.planner.model_shape import ModelShape, SufShape, state_read
+from ds_vertical.planner.network import Network
 from ds_vertical.schedule.events import DELAYED, Op, Schedule
 from ds_vertical.types import HOLDING, PRE, SHARE_NAMES, SUF, ActivationPolicy, Placement, TensorKind, Tier, Unit
 
@@ -33,7 +34,7 @@ class RunInfo:
     `model` is the Hugging Face configuration (None: the model has none). `parameters_on_ssd`, ...: the shares that rest there,
     under the names of `types.SHARE_NAMES`. `slots`, `ahead`: as in `SimulationSettings`. `file_elements`: of those that this
     rank steps, the ones whose state is in files; empty in accounts of earlier versions. `compressed`: whether their masters
-    are.
+    are. `network`: how the ranks lie on hosts (None: there is one, or the account is of an earlier version).
     """
 
     elements: dict[Unit, int]
@@ -63,6 +64,7 @@ class RunInfo:
     file_elements: dict[Unit, int] = field(default_factory=dict[Unit, int])
     ahead: int = 0
     compressed: bool = False
+    network: Network | None = None
 
     @property
     def placement(self) -> Placement:
@@ -106,6 +108,7 @@ class RunInfo:
             apart=self.apart,
             state_places=tuple((unit, count, self._stepped(unit) - count) for unit, count in self.file_elements.items()),
             compressed=self.compressed,
+            network=self.network,
         )
 
 
@@ -249,6 +252,7 @@ def read_account(folder: Path) -> Account | None:
         for name in _BY_UNIT:
             fields[name] = {unit if unit in (PRE, SUF) else int(unit): count for unit, count in fields.get(name, {}).items()}
         fields["apart"] = tuple(fields.get("apart", ()))
+        fields["network"] = Network.from_json(found) if (found := fields.get("network")) else None
         return Account(RunInfo(**fields), tuple(_steps(lines)))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: no account of a run: {error}") from error

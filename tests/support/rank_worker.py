@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,7 @@ def watch(folder: Path, rank: int) -> dict[str, Any]:
         for step in batches(rank, 2)[:2]:
             engine.train_batch(iter(step))
         return {
+            "network": asdict(engine.network),
             "written": [written_state(model.embed.weight, key) for key in (None, "exp_avg")],
             "line": err.getvalue(),
             "rows": {path.name: path.read_text() for path in monitors.glob(f"rank{rank}/*.csv")},

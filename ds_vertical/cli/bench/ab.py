@@ -34,7 +34,8 @@ from ds_vertical.config.section import SECTION
 from ds_vertical.engine import metrics
 from ds_vertical.engine.machine_cache import slowest_report
 from ds_vertical.engine.metrics import ARMS, TRACED, Agreement, encode_float
-from ds_vertical.errors import ConfigError
+from ds_vertical.errors import ConfigError, CostsError
+from ds_vertical.planner.machine import read_links
 from ds_vertical.planner.run_record import KeptRecord
 
 _FAILED, _BAD_INPUT = 1, 2
@@ -60,6 +61,7 @@ class AbPlan:
     with_bound: bool = True
     with_local_rank: bool = True
     hosts: Hosts | None = None
+    links: Mapping[str, float] | None = None  # what ranks' links carry, for the bound; None: collectives take no time in it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,6 +117,9 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="rates for the bound, from `ds-vertical limits` (default: measured); with a hostfile once for each host",
     )
+    parser.add_argument(
+        "--links", type=Path, help="what ranks' links carry, from `ds-vertical limits --links`: the bound counts collectives"
+    )
     parser.add_argument("--no-bound", action="store_true", help="do not measure the machine, print no bound")
     parser.add_argument(
         "--no-local-rank", action="store_true", help="start SCRIPT without --local_rank, which `deepspeed` adds"
@@ -159,6 +164,7 @@ def parse(arguments: Sequence[str]) -> AbPlan:
         with_stock=not options.vertical_only,
         with_trace=options.trace,
         machine=slowest_report([efficiency.read_machine(path) for path in options.machine]),
+        links=_links(options),
         with_bound=not options.no_bound and (hosts is None or bool(options.machine)),
         with_local_rank=not options.no_local_rank,
         hosts=hosts,
@@ -186,6 +192,18 @@ def _hosts(options: argparse.Namespace) -> Hosts | None:
             " limits` there: the slowest rates count"
         )
     return hosts
+
+
+def _links(options: argparse.Namespace) -> Mapping[str, float] | None:
+    """What the links carry. Raises ConfigError where no bound counts it."""
+    if options.links is None:
+        return None
+    if options.no_bound:
+        raise ConfigError(f"--links {options.links}: it is for the bound; leave it out, or --no-bound")
+    try:
+        return read_links(options.links)
+    except CostsError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _refuse_other_config(arguments: Sequence[str], config: Path) -> None:
@@ -304,13 +322,13 @@ _Measured = JsonObject | str  # a report of `ds-vertical limits`, or why there i
 
 
 def _machine_now(plan: AbPlan, group: disk_limit.LimitedGroup | None, run: Run) -> _Measured:
-    """The machine's rates for a run's model and settings; those that were given, where they were."""
+    """The machine's rates for a run's model and settings, those that were given, where they were; and what its links carry."""
     if plan.machine is not None:
-        return plan.machine
+        return efficiency.add_links(plan.machine, plan.links)
     folders = [Path(path) for path in ssd_folders(plan.arms.vertical)] or [plan.out]
     try:
         ran = efficiency.accounts([run], plan.out)
-        return efficiency.measure_machine(ran[0].account, plan.out, folders, group) if ran else _NO_ACCOUNT
+        return efficiency.measure_machine(ran[0].account, plan.out, folders, group, plan.links) if ran else _NO_ACCOUNT
     except (OSError, ValueError) as error:  # the comparison of the arms stands without
         return str(error)
 

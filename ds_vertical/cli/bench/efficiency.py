@@ -72,8 +72,10 @@ def kept_of(runs: Sequence[Run], out: Path) -> JsonObject | None:
 # ---- the machine
 
 
-def measure_machine(account: Account, out: Path, folders: Sequence[Path], group: LimitedGroup | None) -> JsonObject:
-    """The report of `ds-vertical limits` for this run's model and settings, in a process in the run's group.
+def measure_machine(
+    account: Account, out: Path, folders: Sequence[Path], group: LimitedGroup | None, links: Mapping[str, float] | None = None
+) -> JsonObject:
+    """The report of `ds-vertical limits` for this run's model and settings, in a process in the run's group; with `links`.
 
     `folders` lie on the disks to measure, which the run has used. Raises ConfigError with what the process said if it failed.
     """
@@ -97,7 +99,17 @@ def measure_machine(account: Account, out: Path, folders: Sequence[Path], group:
     done = subprocess.run(group.wrap(command) if group else command, capture_output=True, text=True)
     if done.returncode != 0:
         raise ConfigError(f"the machine could not be measured:\n{(done.stderr or done.stdout).strip()[-2000:]}")
-    return json.loads(target.read_text())
+    report = add_links(json.loads(target.read_text()), links)
+    target.write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def add_links(report: JsonObject, links: Mapping[str, float] | None) -> JsonObject:
+    """The report of a machine that says what its links carry, too, as `limits --links` has measured it (None: it does not)."""
+    if links is None:
+        return report
+    machine = report.get("machine", report)
+    return report | {"machine": machine | {f"net_{name}": value for name, value in links.items()}}
 
 
 def read_machine(path: Path) -> JsonObject:

@@ -21,7 +21,8 @@ from ds_vertical.errors import ConfigError
 from ds_vertical.planner.bound import step_bound
 from ds_vertical.planner.closed_forms import traffic_of
 from ds_vertical.planner.costs import event_costs
-from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.machine import Machine, read_links
+from ds_vertical.planner.network import Network
 from ds_vertical.planner.run_record import FILE_NAME, Account, AccountWriter, ExecutedStep, KeptRecord, read_account
 from ds_vertical.schedule.events import PRE
 from ds_vertical.schedule.passes import TrainingStep, build_training
@@ -148,6 +149,9 @@ def test_an_account_is_read_back_as_written(tmp_path: Path) -> None:
     second = ExecutedStep(2, STEADY, "delayed", kept=KEPT)
     steps = (ExecutedStep(1, FIRST, "delayed"), second, ExecutedStep(3, STEADY, "all"))
     assert account == Account(FACTS, steps)
+    over_links = replace(FACTS, network=Network(2, 2, levels=True, weight_bytes=1.5, gradient_bytes=(None, 0.5), sum_ranks=4))
+    AccountWriter(tmp_path, over_links)
+    assert read_account(tmp_path) == Account(over_links, ())
     Path(tmp_path, FILE_NAME).write_text('{"facts": {}}\n')
     with pytest.raises(ValueError, match="no account of a run"):
         read_account(tmp_path)
@@ -203,6 +207,20 @@ def test_figures_of_a_run() -> None:
     text = "\n".join(efficiency.efficiency_lines(found))
     assert f"bound of the vertical step: {bound.seconds:.3f} s (host_cores); step / bound {8 / bound.seconds:.2f}" in text
     assert text.index("bound of the") < text.index("simulated makespan, beside the bound") and "outside" not in text
+
+
+def test_a_slow_link_is_the_bound_of_a_run_on_two_hosts(tmp_path: Path) -> None:
+    steps = (ExecutedStep(1, AFTER_NORM, "delayed"), ExecutedStep(2, AFTER_NORM, "delayed"))
+    path = tmp_path / "links.json"
+    path.write_text(json.dumps({"links": {"cross_bytes_per_s": 100.0}}))
+    report = efficiency.add_links(REPORT, read_links(path))
+    each = ran(*steps, network=Network(2, 1, reduces_twice=True), num_shards=2)
+    found = efficiency.figures([each], {0: [report]}, None, Path("unused"))
+    elements = sum(each.account.facts.elements.values())
+    gathered = 2 * elements * each.account.facts.param_bytes / 2  # twice, in a ring of two
+    summed = 2 * elements * each.account.facts.gradient_bytes / 2
+    assert found["resource"] == "net_cross" and found["bound_s"] == pytest.approx((gathered + summed) / 100, rel=0.2)
+    assert efficiency.figures([each], {0: [REPORT]}, None, Path("unused"))["resource"] != "net_cross"
 
 
 @pytest.mark.parametrize(("one_memory", "held"), [(True, 750), (False, 150)])
