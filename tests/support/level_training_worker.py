@@ -22,7 +22,7 @@ from unittest import mock
 # run as a script, so this folder is first on the path
 import harness
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from hops import act_in
 from rank_worker import SIZES, VOCAB, OddBlock, OddModel, OddScale, hear, poison
 
@@ -192,7 +192,8 @@ def written(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         evaluated = [engine.eval_batch(iter(first)).item()]
         for name, factor in (("embed.weight", 1.5), ("blocks.1.up.weight", 0.5)):
             param = model.get_parameter(name)
-            safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * factor)
+            with GatheredParameters([param], modifier_rank=0), torch.no_grad():
+                param.mul_(factor if rank == 0 else 1.0)
         evaluated.append(engine.eval_batch(iter(first)).item())
         loss = engine.train_batch(iter(second)).item()
         stood = engine.ran.standing
