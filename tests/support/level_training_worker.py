@@ -69,13 +69,14 @@ class Job:
     hop: str = ""
     places: dict[str, str] | None = None
     persistence: int = 0
+    dtype: str = "fp32"
 
     def config(self, folder: Path) -> dict[str, Any]:
         """Blocks on SSD, embedding and head in host memory: they are a little smaller."""
         made = harness.base_config(
             folder,
             num_micro_batches=self.micro_batches,
-            dtype="fp32",
+            dtype=self.dtype,
             clip=self.clip,
             section=dict(self.section or {}) | ({} if self.levels is None else {"levels": self.levels}),
             sub_group_size=400_001,
