@@ -23,7 +23,7 @@ from ds_vertical.engine import machine_cache
 from ds_vertical.engine.memory_check import Forecast
 from ds_vertical.errors import MemoryBudgetError, StorageError
 from ds_vertical.io import files, host
-from ds_vertical.io.runs import stripes
+from ds_vertical.io.runs import held_folders, stripes
 from ds_vertical.io.runs.this_host import host_id
 from ds_vertical.offload.chunking import FP32_BYTES
 from ds_vertical.offload.speculation import StepTiming
@@ -340,7 +340,7 @@ def preallocate_on_all_ranks(wanted: Mapping[Path, int]) -> StorageError | None:
 
     Returns None, or why not: this rank's own error, or that another rank has one.
     """
-    there = {path for path in wanted if any(each.exists() for each in stripes.files_of(path))}
+    there = {path for path in wanted if any(map(held_folders.exists, stripes.files_of(path)))}
     problem = None
     try:
         files.preallocate(wanted)
