@@ -20,6 +20,7 @@ import atexit
 import errno
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
@@ -124,7 +125,12 @@ class Transfer:
         self._completion: Completion | None = None
         native = queue.lane(self._lane)
         issue = native.read if is_read else native.write
-        folder, name = queue.locate(self.path)
+        try:
+            folder, name = queue.locate(self.path)
+        except OSError as error:  # told by `wait`, as what goes wrong later
+            now = time.monotonic_ns()
+            self._completion = Completion(now, now, error.errno or errno.EIO, "open", self.offset, 0)
+            return
         self._id = issue(self._address, self.num_bytes, os.fsencode(name), self.offset, folder)
 
     @property
