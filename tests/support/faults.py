@@ -81,6 +81,13 @@ class LoopDisk:
         fcntl.ioctl(folder, _SHUT_DOWN, _NO_LOG_FLUSH)
         os.close(folder)
 
+    def become_read_only(self) -> None:
+        """The file system takes an error for a reason to be read only from now on (EROFS)."""
+        self._sync()
+        subprocess.run(["mount", "-o", "remount,errors=remount-ro", str(self.folder)], check=True)
+        device = Path(mount_of(self.folder, read_mounts()).source).name
+        Path("/sys/fs/ext4", device, "trigger_fs_error").write_text("1")
+
     def _sync(self) -> None:
         folder = os.open(self.folder, os.O_RDONLY)
         assert ctypes.CDLL(None).syncfs(folder) == 0
@@ -193,19 +200,6 @@ def full_room(folder: Path, size_bytes: int) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@contextlib.contextmanager
-def read_only(folder: Path) -> Iterator[None]:
-    """What is opened below the folder within the block can be read only."""
-    shown = str(folder)
-    if subprocess.run(["mount", "--bind", shown, shown], capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", shown], check=True)
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", shown], check=True)
 
 
 @contextlib.contextmanager
