@@ -1,5 +1,5 @@
-"""A neighbour who may rename in nvme_path puts his own folder, or a link to one, in the place of a run's, with files of the same
-names and sizes: the run goes on in its own, with its bits, and nothing of his is read, written or deleted."""
+"""A neighbour who may rename in nvme_path puts his own folder, or a link to one, in the place of a run's, with files of the
+same names and sizes: the run goes on in its own, with its bits, and nothing of his is read, written or deleted."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ds_vertical.compat.ops import load
+from ds_vertical.errors import StorageError
 from ds_vertical.io import files
 from ds_vertical.io.aio import DiskError, DiskQueue
 from ds_vertical.io.runs import held_folders
@@ -70,7 +71,7 @@ def test_a_file_is_found_in_the_folder_that_is_held(case: Case, name: str) -> No
     assert case.read() == b"1" * NUM_BYTES
     case.write()
     files.check_files({case.file: NUM_BYTES})
-    with pytest.raises(files.StorageError, match=f"^{case.file}: preallocate 1 bytes: it holds {NUM_BYTES} bytes already"):
+    with pytest.raises(StorageError, match=f"^{case.file}: preallocate 1 bytes: it holds {NUM_BYTES} bytes already"):
         files.preallocate({case.file: 1})
     assert held_folders.status(case.file).st_ino == (moved / case.file.relative_to(case.run.path / name)).stat().st_ino
     assert case.theirs.read_bytes() == b"2" * NUM_BYTES

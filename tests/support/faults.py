@@ -22,6 +22,7 @@ from typing import Final
 import pytest
 
 from ds_vertical import errors
+from ds_vertical.io.files import mount_of, read_mounts
 from ds_vertical.io.runs import run_dir
 
 
@@ -200,6 +201,19 @@ def full_room(folder: Path, size_bytes: int) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """What is opened below the folder within the block, by its path, can be read only."""
+    shown = str(folder)
+    if subprocess.run(["mount", "--bind", shown, shown], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", shown], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", shown], check=True)
 
 
 @contextlib.contextmanager
