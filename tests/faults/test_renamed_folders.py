@@ -88,7 +88,11 @@ def config_of(folder: Path, ssds: int = 1) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("by_link", [False, True], ids=["folder", "link"])
-@pytest.mark.parametrize(("name", "ssd"), [("", "ssd0"), ("zero_stage_3", "ssd0"), pytest.param("", "ssd1", marks=slow)])
+@pytest.mark.parametrize(
+    ("name", "ssd"),
+    [("", "ssd0"), ("zero_stage_3", "ssd0"), pytest.param("", "ssd1", marks=slow)],
+    ids=["run", "inner", "second-ssd"],
+)
 def test_a_run_goes_on_in_its_own_folder(
     tmp_path: Path,
     neighbour_of: Callable[..., Neighbour],
@@ -120,7 +124,7 @@ def test_a_run_goes_on_in_its_own_folder(
 
 
 @pytest.mark.parametrize("by_link", [False, True], ids=["folder", "link"])
-@pytest.mark.parametrize("when", ["while it is built", "when it is built"])
+@pytest.mark.parametrize("when", ["building", "built"])
 def test_a_model_is_built_and_prepared_in_its_own_folder(
     tmp_path: Path, neighbour_of: Callable[..., Neighbour], expected: tuple[list[float], Tensors], when: str, by_link: bool
 ) -> None:
@@ -128,7 +132,7 @@ def test_a_model_is_built_and_prepared_in_its_own_folder(
     neighbour = neighbour_of("", by_link)
 
     def build() -> torch.nn.Module:
-        if when == "while it is built":
+        if when == "building":
             neighbour.act()
             return model_of()
         model = model_of()

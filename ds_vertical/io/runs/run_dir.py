@@ -131,21 +131,18 @@ class RunFolder:
         stripes.close_run(self.path)
         root = held_folders.let_go(self.path).root
         try:
-            if not self._is_in_place(root.fd):
-                raise FileNotFoundError
             with guarded(self.path, create=False) as guard:
                 self._give_up(guard, root.fd)
         except FileNotFoundError:
+            self._tell_gone(root.fd)
+        except StorageError as error:
+            if not isinstance(error.__cause__, NotADirectoryError):  # a link in the folder's place
+                raise
             self._tell_gone(root.fd)
         except OSError as error:
             raise fail(self.path, "release", error, "delete the folder by hand") from error
         finally:
             os.close(self._lock_fd)
-
-    def _is_in_place(self, fd: int) -> bool:
-        """Whether the run's name still leads to its folder, and to no link or folder of somebody else's."""
-        with trees.opened(self.path.parent, follow=True) as root:
-            return trees.is_at(fd, self.path.name, root)
 
     def _give_up(self, guard: Guard, fd: int) -> None:
         own = run_lock.lock_name(self.rank)
