@@ -30,7 +30,7 @@ from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
 from ds_vertical.types import RunSettings, Tier
 
-_SPARE: Final = 64  # open files of everybody else in this process: sockets of the process group, a monitor, data; folders of the run
+_SPARE: Final = 64  # the run's folders, and open files of everybody else: sockets of the process group, a monitor, data
 _STOCK_FILES: Final = 8  # that DeepSpeed's optimizer swapper has open at a time
 _STOCK_HANDLES: Final = 2  # of asynchronous I/O, which it makes after this check
 _STRIPED_QUEUES: Final = 2  # of ours, through which DeepSpeed's swappers move files that lie on several SSDs

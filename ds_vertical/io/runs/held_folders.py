@@ -14,6 +14,7 @@ linked it. Imports neither torch nor deepspeed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import weakref
 from collections.abc import Iterator
@@ -140,7 +141,9 @@ def exists(path: AnyPath) -> bool:
     """Whether there is anything under this name."""
     try:
         status(path)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
         return False
     return True
 
@@ -151,8 +154,10 @@ def link(path: AnyPath, target: AnyPath) -> None:
     if folder is None:
         os.link(name, target)
         return
-    with _naming(path):
+    try:
         os.link(name, target, src_dir_fd=folder.fd, follow_symlinks=False)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path), None, os.fspath(target)) from None
 
 
 def is_reachable(fd: int) -> bool:

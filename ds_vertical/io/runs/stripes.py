@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ds_vertical.io.runs import held_folders
+from ds_vertical.io.runs.held_folders import AnyPath
 
 SEGMENT_BYTES: Final = 2 << 20  # of a period, for each SSD, where they are equally fast
 _GRAIN: Final = 4096  # every SSD's bytes begin at a multiple of it
-
-AnyPath = str | os.PathLike[str]
 
 
 class Stripe(NamedTuple):
