@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from harness import contents, differing, running
 from resuming import CLIP, Tensors, config_in, loaded, model_of, train
 from run_owners import digest
@@ -109,6 +110,10 @@ def test_a_run_goes_on_in_its_own_folder(
         neighbour.act()
         losses += train(engine, range(2, 4))
         assert losses == expected[0]
+        for param in model.parameters():  # DeepSpeed's swapper reads and writes the same
+            master, moment = safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, "exp_avg")
+            assert master is not None and moment is not None and master.abs().max() < 100 > moment.abs().max()
+            safe_set_full_fp32_param(param, master)
         assert differing(contents(engine, model), expected[1]) == []
         engine.save_checkpoint(str(tmp_path / "saved"), tag="good")
         neighbour.assert_unharmed()
