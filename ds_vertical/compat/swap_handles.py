@@ -18,27 +18,34 @@ import functools
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_vertical.compat.ops.load import new_disk_queue
 from ds_vertical.io import files
 from ds_vertical.io.aio import ALIGNMENT_BYTES, DiskQueue, Transfer
 from ds_vertical.io.runs import held_folders, stripes
+from ds_vertical.io.runs.held_folders import HeldTree
+
+Offload = TypeVar("Offload", DeepSpeedZeroOffloadParamConfig, DeepSpeedZeroOffloadOptimizerConfig)
 
 
-class HeldHandle:
-    """The two transfers that the swappers ask of DeepSpeed's handle; all else is the handle's, which opens a file before it
-    returns."""
+class WrappedHandle:
+    """What is DeepSpeed's handle but for the transfers that a subclass makes itself."""
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
+    def __init__(self, handle: object) -> None:
+        self._handle: Any = handle
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)
+
+
+class HeldHandle(WrappedHandle):
+    """The two transfers that the swappers ask of DeepSpeed's handle, which opens a file before it returns."""
 
     def async_pread(self, buffer: torch.Tensor, path: str, offset: int) -> int:
         """Start to fill a 1-d tensor with a file's bytes from `offset` on. Returns 0, as DeepSpeed's does. Raises StorageError,
@@ -55,20 +62,17 @@ class HeldHandle:
             return self._handle.async_pwrite(buffer, held_folders.by_descriptor(file.fileno()), offset)
 
 
-class StripedHandle:
+class StripedHandle(WrappedHandle):
     """The two transfers that the swappers ask of DeepSpeed's handle, and their wait; all else is the handle's.
 
     A file that is not there yet is made, and lies on all SSDs from then on. Memory and lengths that are not those that O_DIRECT
     takes go through memory that is.
     """
 
-    def __init__(self, handle: Any, queue: DiskQueue) -> None:
-        self._handle = handle
+    def __init__(self, handle: object, queue: DiskQueue) -> None:
+        super().__init__(handle)
         self._queue = queue
         self._flying: list[tuple[Transfer, torch.Tensor, torch.Tensor]] = []  # with the memory it uses, and the caller's
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._handle, name)
 
     def async_pread(self, buffer: torch.Tensor, path: str, offset: int) -> int:
         """Start to fill a 1-d tensor with a file's bytes from `offset` on. Returns 0, as DeepSpeed's does."""
@@ -109,26 +113,30 @@ def _aligned_like(buffer: torch.Tensor) -> torch.Tensor:
     return whole.narrow(0, -whole.data_ptr() % ALIGNMENT_BYTES, num_bytes)
 
 
-def held_below(offload: Any) -> Any:
+def _tree_of(offload: DeepSpeedZeroOffloadParamConfig | DeepSpeedZeroOffloadOptimizerConfig) -> HeldTree | None:
+    return None if offload.nvme_path is None else held_folders.tree_of(offload.nvme_path)
+
+
+def held_below(offload: Offload) -> Offload:
     """A section of the configuration as a swapper is to be given it: below the run's folder, whatever that is called by now."""
-    tree = held_folders.tree_of(offload.nvme_path)
+    tree = _tree_of(offload)
     if tree is None:
         return offload
     return offload.model_copy(update={"nvme_path": Path(held_folders.by_descriptor(tree.root.fd))})
 
 
-def _name_folder(swapper: Any, offload: Any) -> None:
-    """Let a swapper that was made by `held_below(offload)` call its folder by the run's name for it again."""
-    below = Path(swapper.swap_folder).relative_to(held_below(offload).nvme_path)
-    swapper.swap_folder = os.fspath(Path(offload.nvme_path, below))
+def _name_of(folder: str, tree: HeldTree) -> str:
+    """The run's name for a folder that a swapper has made by `held_below`."""
+    return tree.path + folder.removeprefix(held_folders.by_descriptor(tree.root.fd))
 
 
-def hold_optimizer(optimizer: DeepSpeedZeroOptimizer_Stage3, offload: Any) -> None:
+def hold_optimizer(optimizer: DeepSpeedZeroOptimizer_Stage3, offload: DeepSpeedZeroOffloadOptimizerConfig) -> None:
     """Let the optimizer's swapper, made by `held_below(offload)`, move the files of a run through a handle of ours."""
     swapper: Any = optimizer.optimizer_swapper  # None where no state is on SSD
-    if swapper is None or held_folders.tree_of(offload.nvme_path) is None:
+    tree = _tree_of(offload)
+    if swapper is None or tree is None:
         return
-    _name_folder(swapper, offload)
+    swapper.swap_folder = _name_of(swapper.swap_folder, tree)
     if stripes.run_of(swapper.swap_folder) is not None:
         swapper.aio_handle = StripedHandle(swapper.aio_handle, new_disk_queue(swapper.aio_config))
     else:
@@ -142,15 +150,17 @@ def hold_parameters() -> None:
         return
 
     @functools.wraps(stock)
-    def configure(self: AsyncPartitionedParameterSwapper, ds_config: Any) -> None:
-        offload = ds_config.zero_config.offload_param
-        if held_folders.tree_of(offload.nvme_path) is None:
-            stock(self, ds_config)
+    def configure(self: AsyncPartitionedParameterSwapper, ds_config: object) -> None:
+        config: Any = ds_config
+        offload: DeepSpeedZeroOffloadParamConfig = config.zero_config.offload_param
+        tree = _tree_of(offload)
+        if tree is None:
+            stock(self, config)
             return
         inside = SimpleNamespace(offload_param=held_below(offload))
-        stock(self, SimpleNamespace(zero_config=inside, aio_config=ds_config.aio_config))
+        stock(self, SimpleNamespace(zero_config=inside, aio_config=config.aio_config))
         self.swap_config = offload
-        _name_folder(self, offload)
+        self.swap_folder = _name_of(self.swap_folder, tree)
         if stripes.run_of(self.swap_folder) is not None:
             queue = new_disk_queue(self.aio_config)
             self.aio_read_handle = StripedHandle(self.aio_read_handle, queue)
