@@ -24,7 +24,7 @@ OPTIMIZER_SWAPPER: Final = "deepspeed.runtime.swap_tensor.partitioned_optimizer_
 Rows = tuple[tuple[str, ...], ...]
 
 OVERRIDDEN: Final[Mapping[str, Rows]] = {
-    PARAMETER_SWAPPER: (("_configure_aio", "compat.striped_swapping", "self, ds_config"),),
+    PARAMETER_SWAPPER: (("_configure_aio", "compat.swap_handles", "self, ds_config"),),
     ENGINE: (
         (
             "__init__",
@@ -245,13 +245,13 @@ READ: Final[Mapping[str, Rows]] = {
     ),
     OPTIMIZER_SWAPPER: (
         ("compat.zero_optimizer", "swap_folder swap_element_size"),
-        ("compat.striped_swapping", "aio_handle aio_config swap_folder"),
+        ("compat.swap_handles", "aio_handle aio_config swap_folder"),
         ("compat.swap_buffers", "swap_buffer_manager"),
     ),
     "deepspeed.runtime.swap_tensor.utils:SwapBufferManager": (("compat.swap_buffers", "all_buffers free_buffer_index"),),
     PARAMETER_SWAPPER: (
         ("compat.zero_params", "id_to_path swap_folder swap_element_size min_aio_bytes"),
-        ("compat.striped_swapping", "aio_read_handle aio_write_handle aio_config swap_folder"),
+        ("compat.swap_handles", "aio_read_handle aio_write_handle aio_config swap_config swap_folder"),
         (
             "compat.swap_buffers",
             "aligned_elements_per_buffer available_buffer_ids param_buffer_count buffers partitioned_swap_buffer"

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ds_vertical.compat import accelerator, stock_config, striped_swapping, zero_params
+from ds_vertical.compat import accelerator, stock_config, swap_handles, zero_params
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.config.acco import with_acco
 from ds_vertical.config.cross_check import check, refuse_unfilled
@@ -88,7 +88,6 @@ def _claim(config: dict[str, Any]) -> dict[str, Any]:
         folders = [Path(os.path.realpath(path)) / run_id for path in several]
         prepared[SECTION]["nvme_paths"] = list(map(str, folders))
         stripes.open_run(folders, machine_cache.shares_of(several))
-        striped_swapping.stripe_parameters()
     return prepared
 
 
@@ -208,6 +207,8 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
         for path in nvme_paths(raw):
             check_length(path)
         leave_on_sigterm()
+        if section is not None and section.enabled:
+            swap_handles.hold_parameters()
         return _claim(raw)
     return raw
 

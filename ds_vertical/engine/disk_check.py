@@ -23,14 +23,14 @@ from ds_vertical.engine import machine_cache
 from ds_vertical.engine.memory_check import Forecast
 from ds_vertical.errors import MemoryBudgetError, StorageError
 from ds_vertical.io import files, host
-from ds_vertical.io.runs import stripes
+from ds_vertical.io.runs import held_folders, stripes
 from ds_vertical.io.runs.this_host import host_id
 from ds_vertical.offload.chunking import FP32_BYTES
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
 from ds_vertical.types import RunSettings, Tier
 
-_SPARE: Final = 64  # open files of everybody else in this process: sockets of the process group, a monitor, data
+_SPARE: Final = 64  # the run's folders, and open files of everybody else: sockets of the process group, a monitor, data
 _STOCK_FILES: Final = 8  # that DeepSpeed's optimizer swapper has open at a time
 _STOCK_HANDLES: Final = 2  # of asynchronous I/O, which it makes after this check
 _STRIPED_QUEUES: Final = 2  # of ours, through which DeepSpeed's swappers move files that lie on several SSDs
@@ -340,7 +340,7 @@ def preallocate_on_all_ranks(wanted: Mapping[Path, int]) -> StorageError | None:
 
     Returns None, or why not: this rank's own error, or that another rank has one.
     """
-    there = {path for path in wanted if any(each.exists() for each in stripes.files_of(path))}
+    there = {path for path in wanted if any(map(held_folders.exists, stripes.files_of(path)))}
     problem = None
     try:
         files.preallocate(wanted)

@@ -20,13 +20,15 @@ import atexit
 import errno
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ds_vertical.interrupts import waiting
 from ds_vertical.io.disk_errors import remedy
-from ds_vertical.io.runs import stripes
+from ds_vertical.io.runs import held_folders, stripes
+from ds_vertical.io.runs.held_folders import HeldFolder
 from ds_vertical.io.runs.stripes import Stripe
 
 ALIGNMENT_BYTES = 512
@@ -46,12 +48,14 @@ class Completion(NamedTuple):
 class NativeQueue(Protocol):
     """The queue that the op `checked_aio` makes. Its results are the fields of a Completion. Thread-safe."""
 
-    def read(self, address: int, num_bytes: int, path: bytes, offset: int, /) -> int:
-        """Issue a read of a file's bytes from `offset` on to `address`; returns the operation's number."""
+    def read(self, address: int, num_bytes: int, path: bytes, offset: int, folder: int, /) -> int:
+        """Issue a read of a file's bytes from `offset` on to `address`; returns the operation's number. `folder`: the
+        descriptor of the one in which `path` is a name, and no link; -1 for a path that is looked up as it is."""
         ...
 
-    def write(self, address: int, num_bytes: int, path: bytes, offset: int, /) -> int:
-        """Issue a write of the bytes at `address` to a file, from `offset` on; returns the operation's number."""
+    def write(self, address: int, num_bytes: int, path: bytes, offset: int, folder: int, /) -> int:
+        """Issue a write of the bytes at `address` to a file, from `offset` on; returns the operation's number. `folder`: as
+        of a read."""
         ...
 
     def wait(self, operation: int, /) -> tuple[int, int, int, str, int, int]:
@@ -121,7 +125,13 @@ class Transfer:
         self._completion: Completion | None = None
         native = queue.lane(self._lane)
         issue = native.read if is_read else native.write
-        self._id = issue(self._address, self.num_bytes, os.fsencode(self.path), self.offset)
+        try:
+            folder, name = queue.locate(self.path)
+        except OSError as error:  # told by `wait`, as what goes wrong later
+            now = time.monotonic_ns()
+            self._completion = Completion(now, now, error.errno or errno.EIO, "open", self.offset, 0)
+            return
+        self._id = issue(self._address, self.num_bytes, os.fsencode(name), self.offset, folder)
 
     @property
     def operations(self) -> Sequence[Transfer]:
@@ -230,6 +240,7 @@ class DiskQueue:
         self.num_read_bytes = 0
         self.num_written_bytes = 0
         self.failed_writes: dict[Transfer, DiskError] = {}  # in the order in which they were waited for
+        self._folders: set[HeldFolder] = set()  # that operations were given: no run's end closes them while one is in flight
         _OPEN.add(self)
 
     @property
@@ -271,6 +282,15 @@ class DiskQueue:
         """Start writing `num_bytes` at `address` to `path` from byte `offset`; makes the file. Returns at once."""
         return self._issue(False, address, Stripe(os.fspath(path), offset, num_bytes))
 
+    def locate(self, path: str) -> tuple[int, str]:
+        """Where an operation finds its file, as the native queue takes it: the descriptor of a folder of the run, or -1, and a
+        name. Raises OSError."""
+        folder, name = held_folders.locate(path)
+        if folder is None:
+            return -1, name
+        self._folders.add(folder)
+        return folder.fd, name
+
     def _issue(self, is_read: bool, address: int, whole: Stripe) -> Transfer:
         parts = stripes.stripes_of(whole.path, whole.offset, whole.num_bytes)
         if len(parts) == 1:
@@ -291,6 +311,7 @@ class DiskQueue:
             for native in (self._native, *self._others):
                 native.wait_all()
             self._native, self._others = None, ()
+            self._folders.clear()
 
 
 def complete(transfer: Transfer) -> bool:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import xxhash
 
-from ds_vertical.io.regular_file import open_regular
-from ds_vertical.io.runs import stripes
+from ds_vertical.io.runs import held_folders, stripes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -173,7 +172,7 @@ class Checksums:
 def read_pieces(path: Path, start: int, end: int) -> list[Piece]:
     """Checksums of bytes [start, end) of a file, read in pieces. Raises OSError, EOFError where the file is shorter."""
     found = []
-    fd = open_regular(path)
+    fd = held_folders.open_file(path)
     try:
         while start < end:
             num_bytes = min(LARGEST_READ, end - start)

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from ds_vertical.errors import StorageError
 from ds_vertical.io import remove_tree
 from ds_vertical.io.disk_errors import remedy
-from ds_vertical.io.regular_file import open_regular
-from ds_vertical.io.runs import stripes
-from ds_vertical.io.runs.run_dir import MOST_SHOWN, RunFolder, claimed_at, fail
+from ds_vertical.io.runs import held_folders, stripes
+from ds_vertical.io.runs.held_folders import opened_folder
+from ds_vertical.io.runs.run_dir import MOST_SHOWN, fail
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def check_files(expected: Mapping[Path, int]) -> None:
     faults, mounts = [], read_mounts()
     for path, size_bytes in _on_each_ssd(expected).items():
         try:
-            actual = path.stat()
+            actual = held_folders.status(path)
         except OSError as error:
             faults.append(f"{path}: stat: {error.strerror} (expected {size_bytes} bytes)")
             continue
@@ -80,15 +80,15 @@ def _first_hole(path: Path, size_bytes: int, mounts: str) -> int:
     such place, and on file systems that keep written zeros as holes (zfs) or may."""
     if not size_bytes or mount_of(path, mounts).kind not in _HOLES_ARE_UNWRITTEN:
         return size_bytes
-    with naming(path, "read"), os.fdopen(open_regular(path), "rb", buffering=0) as file:
+    with naming(path, "read"), os.fdopen(held_folders.open_file(path), "rb", buffering=0) as file:
         return os.lseek(file.fileno(), 0, os.SEEK_HOLE)
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int:
     """Bytes that we may still write on the file system of `path`, which need not exist yet."""
-    parent = _existing(Path(path))
+    parent, tree = _existing(Path(path)), held_folders.tree_of(path)
     try:
-        space = os.statvfs(parent)
+        space = os.statvfs(parent if tree is None else tree.root.fd)
     except OSError as error:
         raise fail(parent, "statvfs", error, "use a readable folder") from error
     return space.f_bavail * space.f_frsize
@@ -131,7 +131,7 @@ def _set_aside(pairs: Mapping[Path, Path], vacated: Collection[Path]) -> None:
     """As `set_aside`, of single files."""
     fresh = {path: path.with_name(f"{path.name}.fresh") for path in pairs if path not in vacated}
     try:
-        sizes = {new: path.stat().st_size for path, new in fresh.items()}
+        sizes = {new: held_folders.status(path).st_size for path, new in fresh.items()}
     except OSError as error:
         raise fail(error.filename, "stat", error, "the file of a run must not be removed") from error
     preallocate(sizes)
@@ -173,32 +173,11 @@ def disk_bytes(folder: Path) -> int:
 def make_run_private(folder: Path) -> None:
     """Give every folder below a run's mode 0700: DeepSpeed makes its own as the umask says. Its files it makes 0600."""
     try:
-        with _inside(folder) as fd:
+        with opened_folder(folder) as fd:
             for path, error in remove_tree.make_private(fd):
                 logger.warning("%s: set mode 0700: %s", folder / path, error.strerror)
     except OSError as error:
         logger.warning("%s: set mode 0700: %s", folder, error.strerror)
-
-
-def _run_of(folder: Path) -> RunFolder | None:
-    """The folder that this process has claimed which this one is, or lies in, by its name."""
-    return next((run for parent in (folder, *folder.parents) if (run := claimed_at(parent)) is not None), None)
-
-
-def _open_inside(folder: Path) -> int:
-    """A folder's descriptor; in one that this process has claimed it is opened from that, wherever its path leads by now."""
-    run = _run_of(folder)
-    return os.open(folder, remove_tree.FOLDER) if run is None else run.inside(folder)
-
-
-@contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[int]:
-    """As `_open_inside`, for the time of the block."""
-    fd = _open_inside(folder)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def remove_files(paths: Iterable[Path]) -> None:
@@ -213,24 +192,24 @@ def remove_files(paths: Iterable[Path]) -> None:
 
 
 def _unlink(path: Path) -> None:
-    with _inside(path.parent) as fd:
+    with opened_folder(path.parent) as fd:
         os.unlink(path.name, dir_fd=fd)
 
 
 def _link(path: Path, other: Path) -> None:
-    with _inside(path.parent) as here, _inside(other.parent) as there:
+    with opened_folder(path.parent) as here, opened_folder(other.parent) as there:
         os.link(path.name, other.name, src_dir_fd=here, dst_dir_fd=there, follow_symlinks=False)
 
 
 def _replace(path: Path, other: Path) -> None:
     """Let a file have the name of another one, which is gone."""
-    with _inside(path.parent) as here, _inside(other.parent) as there:
+    with opened_folder(path.parent) as here, opened_folder(other.parent) as there:
         os.replace(path.name, other.name, src_dir_fd=here, dst_dir_fd=there)
 
 
 def _is_file(path: Path, other: Path) -> bool:
     """Whether both names are there, and of one file."""
-    with _inside(path.parent) as here, _inside(other.parent) as there:
+    with opened_folder(path.parent) as here, opened_folder(other.parent) as there:
         try:
             found = os.stat(path.name, dir_fd=here, follow_symlinks=False)
         except FileNotFoundError:
@@ -239,15 +218,19 @@ def _is_file(path: Path, other: Path) -> bool:
 
 
 def _existing(path: Path) -> Path:
-    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    return next(parent for parent in (path, *path.absolute().parents) if held_folders.exists(parent))
 
 
 def _check_sizes(sizes: Mapping[Path, int]) -> None:
     for path, size_bytes in sizes.items():
         if size_bytes < 0:
             raise StorageError(f"{path}: preallocate: got {size_bytes} bytes; a size is 0 or more")
-        if path.exists() and (not path.is_file() or path.stat().st_size > size_bytes):
-            kind = f"holds {path.stat().st_size} bytes already" if path.is_file() else "exists and is no file"
+        if not held_folders.exists(path):
+            continue
+        found = held_folders.status(path)
+        is_file = stat.S_ISREG(found.st_mode)
+        if not is_file or found.st_size > size_bytes:
+            kind = f"holds {found.st_size} bytes already" if is_file else "exists and is no file"
             raise StorageError(f"{path}: preallocate {size_bytes} bytes: it {kind}; remove it, or use a new run id")
 
 
@@ -256,7 +239,7 @@ def _check_space(sizes: Mapping[Path, int]) -> None:
     folders: dict[int, Path] = {}
     for path, size_bytes in sizes.items():
         there = _existing(path)
-        entry = there.stat()
+        entry = held_folders.status(there)
         allocated_bytes = entry.st_blocks * 512 if there == path else 0
         needed_bytes[entry.st_dev] = needed_bytes.get(entry.st_dev, 0) + max(0, size_bytes - allocated_bytes)
         folders.setdefault(entry.st_dev, path.parent)
@@ -273,11 +256,10 @@ def _check_space(sizes: Mapping[Path, int]) -> None:
 def _made(folder: Path, held: contextlib.ExitStack, undo: contextlib.ExitStack) -> int:
     """A folder's descriptor until `held` is closed; it and those above it are made where they are missing. What lies below the
     run's folder, or below one that is there, is reached without following links."""
-    run = _run_of(folder)
-    there = _existing(folder) if run is None else run.path
+    tree = held_folders.tree_of(folder)
+    there = _existing(folder) if tree is None else Path(tree.nearest(os.fspath(folder))[0])
     try:
-        fd = _open_inside(there)
-        held.callback(os.close, fd)
+        fd = held.enter_context(opened_folder(there))
         for name in folder.absolute().relative_to(there.absolute()).parts:
             there, above = there / name, fd
             is_new = False

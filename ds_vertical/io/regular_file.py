@@ -24,9 +24,10 @@ _KINDS: Final = (
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, dir_fd: int | None = None) -> int:
-    """A descriptor of a regular file. Raises OSError, of errno EINVAL where the path is something else."""
+    """A descriptor of a regular file; one that O_CREAT makes has mode 0600. Raises OSError, of errno EINVAL where the path is
+    something else."""
     try:
-        fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+        fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
     except OSError as error:
         if error.errno not in (errno.ENXIO, errno.EISDIR):  # a FIFO that nobody reads, a socket; a folder to write to
             raise

@@ -245,7 +245,7 @@ def test_nothing_outside_is_deleted_while_engines_are_destroyed(tmp_path: Path, 
         engine, _ = build_engine(config, partial(MixerModel, 2, 64), vertical=True)
         engine.train_batch(iter(token_batches(1, 2)[0]))
         (place.run,) = (path for path in run_dir.claimed() if path.parent == place.root)
-        folder = run_dir.claimed_at(place.run)
+        folder = run_dir.owned(place.run)
         assert folder is not None
         place.inner = min(path.name for path in place.run.iterdir() if path.is_dir())
         with neighbour_of(place):

@@ -1,5 +1,5 @@
-/* Faults under libaio, for tests: preloaded (LD_PRELOAD), it stands between whoever calls io_submit, io_getevents, io_pgetevents and open
- * and the kernel, so under our aio binding and under DeepSpeed's alike. Nothing fails until `failing_aio_arm` is called.
+/* Faults under libaio, for tests: preloaded (LD_PRELOAD), it stands between whoever calls io_submit, io_getevents, io_pgetevents, open and
+ * openat and the kernel, so under our aio binding and under DeepSpeed's alike. Nothing fails until `failing_aio_arm` is called.
  *
  * A failing block really moves its first sector only; then its completion says what was asked for: an errno, or fewer bytes
  * than there were. A failing open is one with O_DIRECT.
@@ -113,33 +113,62 @@ int io_pgetevents(
     return settle(events, syscall(SYS_io_pgetevents, context, least, most, events, limit, NULL));
 }
 
-static int open_or_fail(const char* name, const char* path, int flags, mode_t mode)
+/* The name that a file has by now, whether it is asked for in a folder or through proc. */
+static void name_of(int folder, const char* path, char* name, size_t room)
 {
-    if (flags & O_DIRECT) {
-        pthread_mutex_lock(&lock);
-        const int due = is_due(path, (flags & O_ACCMODE) == O_RDONLY ? OPEN_READ : OPEN_WRITE);
-        const int failure = number;
-        pthread_mutex_unlock(&lock);
-        if (due) { return errno = failure, -1; }
+    char link[64], found[4096];
+    const int through_proc = strncmp(path, "/proc/self/fd/", 14) == 0;
+    snprintf(link, sizeof(link), "/proc/self/fd/%d", folder);
+    const ssize_t length = readlink(through_proc ? path : link, found, sizeof(found) - 1);
+    found[length > 0 ? length : 0] = 0;
+    if (through_proc) {
+        snprintf(name, room, "%s", found);
+    } else if (folder != AT_FDCWD && path[0] != '/') {
+        snprintf(name, room, "%s/%s", found, path);
+    } else {
+        snprintf(name, room, "%s", path);
     }
-    int (*real)(const char*, int, ...) = (int (*)(const char*, int, ...))dlsym(RTLD_NEXT, name);
-    return real(path, flags, mode);
 }
 
-int open(const char* path, int flags, ...)
+/* Whether this opening is to fail, with errno set. */
+static int is_failing(int folder, const char* path, int flags)
 {
-    va_list rest;
-    va_start(rest, flags);
-    const mode_t mode = (flags & (O_CREAT | O_TMPFILE)) ? va_arg(rest, mode_t) : 0;
-    va_end(rest);
-    return open_or_fail("open", path, flags, mode);
+    char name[8192];
+    if (!(flags & O_DIRECT)) { return 0; }
+    name_of(folder, path, name, sizeof(name));
+    pthread_mutex_lock(&lock);
+    const int due = is_due(name, (flags & O_ACCMODE) == O_RDONLY ? OPEN_READ : OPEN_WRITE);
+    const int failure = number;
+    pthread_mutex_unlock(&lock);
+    if (due) { errno = failure; }
+    return due;
 }
 
-int open64(const char* path, int flags, ...)
-{
-    va_list rest;
-    va_start(rest, flags);
-    const mode_t mode = (flags & (O_CREAT | O_TMPFILE)) ? va_arg(rest, mode_t) : 0;
-    va_end(rest);
-    return open_or_fail("open64", path, flags, mode);
-}
+#define MODE(flags)                                                      \
+    va_list rest;                                                        \
+    va_start(rest, flags);                                               \
+    const mode_t mode = (flags & (O_CREAT | O_TMPFILE)) ? va_arg(rest, mode_t) : 0; \
+    va_end(rest)
+
+#define OPEN(name)                                                                             \
+    int name(const char* path, int flags, ...)                                                 \
+    {                                                                                          \
+        MODE(flags);                                                                           \
+        if (is_failing(AT_FDCWD, path, flags)) { return -1; }                                  \
+        int (*real)(const char*, int, ...) = (int (*)(const char*, int, ...))dlsym(RTLD_NEXT, #name); \
+        return real(path, flags, mode);                                                        \
+    }
+
+#define OPENAT(name)                                                                           \
+    int name(int folder, const char* path, int flags, ...)                                     \
+    {                                                                                          \
+        MODE(flags);                                                                           \
+        if (is_failing(folder, path, flags)) { return -1; }                                    \
+        int (*real)(int, const char*, int, ...) = (int (*)(int, const char*, int, ...))dlsym(RTLD_NEXT, #name); \
+        return real(folder, path, flags, mode);                                                \
+    }
+
+OPEN(open)
+OPEN(open64)
+OPENAT(openat)
+OPENAT(openat64)

@@ -22,6 +22,7 @@ from typing import Final
 import pytest
 
 from ds_vertical import errors
+from ds_vertical.io.files import mount_of, read_mounts
 from ds_vertical.io.runs import run_dir
 
 
@@ -80,6 +81,13 @@ class LoopDisk:
         folder = os.open(self.folder, os.O_RDONLY)
         fcntl.ioctl(folder, _SHUT_DOWN, _NO_LOG_FLUSH)
         os.close(folder)
+
+    def become_read_only(self) -> None:
+        """The file system takes an error for a reason to be read only from now on (EROFS)."""
+        self._sync()
+        subprocess.run(["mount", "-o", "remount,errors=remount-ro", str(self.folder)], check=True)
+        device = Path(mount_of(self.folder, read_mounts()).source).name
+        Path("/sys/fs/ext4", device, "trigger_fs_error").write_text("1")
 
     def _sync(self) -> None:
         folder = os.open(self.folder, os.O_RDONLY)
@@ -197,7 +205,7 @@ def full_room(folder: Path, size_bytes: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """What is opened below the folder within the block can be read only."""
+    """What is opened below the folder within the block, by its path, can be read only."""
     shown = str(folder)
     if subprocess.run(["mount", "--bind", shown, shown], capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")

@@ -298,14 +298,14 @@ def _flat_state(optimizer: Any, index: int, kind: str) -> torch.Tensor:
     master = optimizer.fp32_partitioned_groups_flat[index]
     if not optimizer._swappable_optimizer_subgroup(index):
         return master.detach() if kind == "master" else optimizer.optimizer.state[master][kind]
-    from ds_vertical.io.runs import stripes
+    from ds_vertical.io.runs import held_folders, stripes
 
     prefix = "" if kind == "master" else f"{kind}-"
     file = Path(optimizer.optimizer_swapper.swap_folder) / f"{prefix}{master.ds_id}.tensor.swp"
     numel = optimizer.fp16_partitioned_groups_flat_numel[index]
     found = bytearray()
     for span in stripes.stripes_of(file, 0, 4 * numel):
-        with open(span.path, "rb") as part:
+        with os.fdopen(held_folders.open_file(span.path), "rb") as part:
             part.seek(span.offset)
             found += part.read(span.num_bytes)
     return torch.frombuffer(found, dtype=torch.float32)

@@ -17,7 +17,7 @@ class _Reads:
     def __init__(self, native: Any) -> None:
         self.native = native
         self.issued: list[str] = []
-        self.left: dict[int, tuple[int, int, bytes, int]] = {}
+        self.left: dict[int, tuple[int, int, bytes, int, int]] = {}
         self.finished: dict[int, Any] = {}
 
     @classmethod
@@ -27,9 +27,9 @@ class _Reads:
         engine._params.reads._native = reads
         return reads
 
-    def read(self, address: int, num_bytes: int, path: bytes, offset: int) -> int:
+    def read(self, address: int, num_bytes: int, path: bytes, offset: int, folder: int) -> int:
         self.issued.append(os.path.basename(path).decode())
-        self.left[len(self.issued)] = (address, num_bytes, path, offset)
+        self.left[len(self.issued)] = (address, num_bytes, path, offset, folder)
         return len(self.issued)
 
     def wait(self, operation: int) -> Any:
@@ -57,8 +57,8 @@ class SoonReads(_Reads):
         super().__init__(native)
         self.done: dict[int, Any] = {}
 
-    def read(self, address: int, num_bytes: int, path: bytes, offset: int) -> int:
-        operation = super().read(address, num_bytes, path, offset)
+    def read(self, address: int, num_bytes: int, path: bytes, offset: int, folder: int) -> int:
+        operation = super().read(address, num_bytes, path, offset, folder)
         self.done[operation] = super().wait(operation)
         return operation
 
@@ -106,11 +106,11 @@ class LateWrites:
     def __init__(self, native: Any) -> None:
         self.native = native
         self.num_asked = 0
-        self.left: dict[int, tuple[int, int, bytes, int]] = {}
+        self.left: dict[int, tuple[int, int, bytes, int, int]] = {}
 
-    def write(self, address: int, num_bytes: int, path: bytes, offset: int) -> int:
+    def write(self, address: int, num_bytes: int, path: bytes, offset: int, folder: int) -> int:
         self.num_asked += 1
-        self.left[self.num_asked] = (address, num_bytes, path, offset)
+        self.left[self.num_asked] = (address, num_bytes, path, offset, folder)
         return self.num_asked
 
     def wait(self, operation: int) -> Any:

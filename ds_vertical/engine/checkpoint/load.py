@@ -28,7 +28,7 @@ from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.io import files
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.regular_file import is_plain_name, open_regular
-from ds_vertical.io.runs import stripes
+from ds_vertical.io.runs import held_folders, stripes
 from ds_vertical.offload.chunking import FP32_BYTES
 from ds_vertical.offload.consistency import HALF_LOADED
 from ds_vertical.offload.state_files import KINDS, Chunk
@@ -376,7 +376,7 @@ class _Writer:
         with contextlib.ExitStack() as undo:
             for each in stripes.files_of(self._path):
                 with files.naming(each, "open"):
-                    self._fds[str(each)] = fd = open_regular(each, os.O_WRONLY | os.O_NOFOLLOW)
+                    self._fds[str(each)] = fd = held_folders.open_file(each, os.O_WRONLY | os.O_NOFOLLOW)
                 undo.callback(os.close, fd)
             undo.pop_all()
         return self
@@ -409,7 +409,7 @@ def _fill(path: Path, position: int, view: memoryview) -> None:
 
 def _fill_from(span: stripes.Stripe, view: memoryview) -> None:
     position = span.offset
-    with files.naming(span.path, "read"), os.fdopen(open_regular(span.path), "rb", buffering=0) as file:
+    with files.naming(span.path, "read"), os.fdopen(held_folders.open_file(span.path), "rb", buffering=0) as file:
         while view:
             count = os.preadv(file.fileno(), [view], position)
             if not count:

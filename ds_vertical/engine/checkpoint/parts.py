@@ -23,7 +23,7 @@ from typing import Final
 
 from ds_vertical.io import remove_tree
 from ds_vertical.io.regular_file import parse_json, read_regular
-from ds_vertical.io.runs import run_dir, stripes
+from ds_vertical.io.runs import held_folders, run_dir, stripes
 
 PARTS_FOLDER: Final = "ds_vertical_checkpoints"
 PARTS_MARK: Final = "ds_vertical.parts"
@@ -39,7 +39,7 @@ def can_link(path: Path, folder: Path) -> bool:
     own: the folder is on another of the run's SSDs."""
     owner = run_dir.owned(path)
     run = None if owner is None else stripes.run_with(owner.path)
-    return run is not None and folder.stat().st_dev in {each.stat().st_dev for each in run.folders}
+    return run is not None and folder.stat().st_dev in {held_folders.status(each).st_dev for each in run.folders}
 
 
 def link_part(path: Path, target: Path) -> bool:
@@ -51,7 +51,7 @@ def link_part(path: Path, target: Path) -> bool:
     tag_folder = target.parent.parent
     home = owner.path.parent / PARTS_FOLDER / tag_folder.name.removeprefix(".")
     name, rank = target.name, target.parent.name
-    with _made(home, rank, owner.path.name, tag_folder) as place, _opened(owner.inside(path.parent)) as source:
+    with _made(home, rank, owner.path.name, tag_folder) as place, held_folders.opened_folder(path.parent) as source:
         os.symlink(home / rank / name, target)  # first: by it a killed save's parts are found
         try:
             os.link(path.name, name, src_dir_fd=source, dst_dir_fd=place, follow_symlinks=False)
@@ -61,14 +61,6 @@ def link_part(path: Path, target: Path) -> bool:
                 return False
             raise
     return True
-
-
-@contextlib.contextmanager
-def _opened(fd: int) -> Iterator[int]:
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

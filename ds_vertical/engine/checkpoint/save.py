@@ -33,8 +33,7 @@ from ds_vertical.interrupts import deferred
 from ds_vertical.io import files
 from ds_vertical.io.checksums import LARGEST_READ, Piece, checksum
 from ds_vertical.io.disk_errors import remedy
-from ds_vertical.io.regular_file import open_regular
-from ds_vertical.io.runs import stripes
+from ds_vertical.io.runs import held_folders, stripes
 from ds_vertical.io.runs.run_dir import fail, owned
 from ds_vertical.offload.chunking import FP32_BYTES
 from ds_vertical.offload.state_files import KINDS
@@ -285,7 +284,7 @@ class RankSave:
                 _copy(path, target, self._wanted[path])
             sync_file(target)
             pieces = [piece for start, end in self._wanted[path] for piece in self._pieces(path, start, end)]
-            saved[name] = SavedFile(path.stat().st_size, tuple(sorted(pieces)))
+            saved[name] = SavedFile(held_folders.status(path).st_size, tuple(sorted(pieces)))
         reach("files shared")
         with deferred(firmly=True):
             try:
@@ -305,7 +304,7 @@ class RankSave:
     def _check_room(self) -> None:
         """Raise StorageError where what must be copied or written out has no room."""
         device = self._folder.stat().st_dev
-        away = [path for path in self._sources if path.stat().st_dev != device]
+        away = [path for path in self._sources if held_folders.status(path).st_dev != device]
         copied = [path for path in away if not parts.can_link(path, self._folder)]
         needed = self._memory_bytes + sum(end - start for path in copied for start, end in self._wanted[path])
         available = files.free_bytes(self._folder)
@@ -388,7 +387,7 @@ def _write_all(fd: int, data: memoryview | bytes) -> None:
 def _check_whole(path: Path, num_bytes: int) -> None:
     """Raise StorageError for a file that somebody has cut or removed: a link to it would be found damaged at the load."""
     with files.naming(path, "save"):
-        found = path.stat().st_size
+        found = held_folders.status(path).st_size
         if found < num_bytes:
             raise OSError(errno.ENODATA, f"the file ends at byte {found} of {num_bytes}")
 
@@ -396,7 +395,7 @@ def _check_whole(path: Path, num_bytes: int) -> None:
 def _link(path: Path, target: Path) -> bool:
     """Whether the file could be linked."""
     try:
-        os.link(path, target)
+        held_folders.link(path, target)
     except OSError as error:
         if error.errno in parts.NO_LINKS:
             return False
@@ -409,11 +408,11 @@ def _copy(path: Path, target: Path, wanted: list[tuple[int, int]]) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with contextlib.ExitStack() as stack:
         with files.naming(path, "open"):
-            source = stack.enter_context(os.fdopen(open_regular(path), "rb", buffering=0)).fileno()
+            source = stack.enter_context(os.fdopen(held_folders.open_file(path), "rb", buffering=0)).fileno()
         with files.naming(target, "write"):
             fd = stack.enter_context(os.fdopen(os.open(target, flags, 0o600), "wb", buffering=0)).fileno()
             os.fchmod(fd, 0o600)
-            os.truncate(fd, path.stat().st_size)
+            os.truncate(fd, os.fstat(source).st_size)
         for start, data in _pieces_of(source, path, wanted):
             with files.naming(target, "write"):
                 os.lseek(fd, start, os.SEEK_SET)

@@ -31,8 +31,7 @@ from ds_vertical.engine.checkpoint.tag_dir import TagFolder, check_tag, sync_fil
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.io import files
-from ds_vertical.io.regular_file import open_regular
-from ds_vertical.io.runs import stripes
+from ds_vertical.io.runs import held_folders, stripes
 from ds_vertical.io.runs.run_dir import fail
 from ds_vertical.offload.chunking import FP32_BYTES
 from ds_vertical.offload.param_shards import Shard
@@ -176,7 +175,7 @@ def _read(path: Path, offset: int, target: torch.Tensor) -> None:
     whole = memoryview(array)
     for span in stripes.stripes_of(path, offset, len(whole)):
         view, place = whole[span.start : span.start + span.num_bytes], span.offset
-        with os.fdopen(open_regular(span.path), "rb", buffering=0) as file:
+        with os.fdopen(held_folders.open_file(span.path), "rb", buffering=0) as file:
             while view:
                 count = os.preadv(file.fileno(), [view], place)
                 if not count:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vertical.compat import accelerator, pinned_memory, striped_swapping, zero_optimizer, zero_params
+from ds_vertical.compat import accelerator, pinned_memory, swap_handles, zero_optimizer, zero_params
 from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_optimizer import DeepSpeedCPUAdam
 from ds_vertical.distributed import ranks
@@ -139,8 +139,9 @@ class VerticalStage3(ChunkedStage3):
             "pipeline_write": False,
             "pipeline": False,
         }
-        super()._configure_tensor_swapping(offload_optimizer_config.model_copy(update=plain), aio_config)
-        striped_swapping.stripe_optimizer(self)
+        below = swap_handles.held_below(offload_optimizer_config)
+        super()._configure_tensor_swapping(below.model_copy(update=plain), aio_config)
+        swap_handles.hold_optimizer(self, offload_optimizer_config)
         self._allocate_files()
 
     def _allocate_files(self) -> None:

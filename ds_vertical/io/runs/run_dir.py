@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 from ds_vertical.errors import StorageError
 from ds_vertical.io import remove_tree as trees
-from ds_vertical.io.runs import run_lock, stripes
+from ds_vertical.io.runs import held_folders, run_lock, stripes
+from ds_vertical.io.runs.held_folders import HeldTree
 from ds_vertical.io.runs.run_lock import Owner
 from ds_vertical.types import OFFLOAD_DEVICES, Tier
 
@@ -78,13 +79,11 @@ class RunFolder:
     def __init__(self, guard: Guard, rank: int, beside: Sequence[str] = ()) -> None:
         self.path = guard.path
         self.rank = rank
-        self._fd = os.open(".", trees.FOLDER, dir_fd=guard.fd)  # opened anew: the guard's own goes with its flock
-        try:
-            self._lock_fd = _take_lock(guard, rank, beside)
-        except StorageError:
-            os.close(self._fd)
-            raise
+        tree = HeldTree(guard.path, os.open(".", trees.FOLDER, dir_fd=guard.fd))  # opened anew: the guard's goes with its flock
+        _check_proc(tree)
+        self._lock_fd = _take_lock(guard, rank, beside)
         self._pid = os.getpid()
+        held_folders.hold(tree)
 
     @property
     def lock_path(self) -> Path:
@@ -130,58 +129,47 @@ class RunFolder:
             return
         del _claimed[self.path]
         stripes.close_run(self.path)
+        root = held_folders.let_go(self.path).root
         try:
             with guarded(self.path, create=False) as guard:
-                self._give_up(guard)
+                self._give_up(guard, root.fd)
         except FileNotFoundError:
-            self._tell_gone()
+            self._tell_gone(root.fd)
+        except StorageError as error:
+            if not isinstance(error.__cause__, NotADirectoryError):  # a link in the folder's place
+                raise
+            self._tell_gone(root.fd)
         except OSError as error:
             raise fail(self.path, "release", error, "delete the folder by hand") from error
         finally:
             os.close(self._lock_fd)
-            os.close(self._fd)
 
-    def _give_up(self, guard: Guard) -> None:
+    def _give_up(self, guard: Guard, fd: int) -> None:
         own = run_lock.lock_name(self.rank)
-        if not os.path.samestat(os.fstat(guard.fd), os.fstat(self._fd)):
-            self._tell_gone()
+        if not os.path.samestat(os.fstat(guard.fd), os.fstat(fd)):
+            self._tell_gone(fd)
         elif any(lock.standing != "gone" for lock in run_lock.locks_in(guard.fd) if lock.name != own):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(own, dir_fd=guard.fd)
         else:
             remove_tree(guard)
 
-    def _tell_gone(self) -> None:
-        where = os.readlink(f"/proc/self/fd/{self._fd}")
+    def _tell_gone(self, fd: int) -> None:
+        where = os.readlink(held_folders.by_descriptor(fd))
         now = "" if where.endswith(" (deleted)") else f": it is {where} now; delete it by hand"
         logger.warning("%s: the run's folder was removed by someone else before its release, or renamed%s", self.path, now)
 
     def forget(self) -> None:
         """Close what a forked child shares with its parent: kept open, the parent's lock would outlive the parent."""
         os.close(self._lock_fd)
-        os.close(self._fd)
-
-    def inside(self, path: Path) -> int:
-        """A descriptor of a folder in this one, opened from the one that was claimed, following no links. Raises OSError."""
-        fd = os.open(".", trees.FOLDER, dir_fd=self._fd)
-        for name in path.relative_to(self.path).parts:
-            outer = fd
-            try:
-                fd = os.open(name, trees.FOLDER | os.O_NOFOLLOW, dir_fd=outer)
-            finally:
-                os.close(outer)
-        return fd
+        held_folders.let_go(self.path)
 
 
 def owned(path: str | os.PathLike[str]) -> RunFolder | None:
-    """The folder claimed by this process that `path` is, or lies in; None where there is none."""
-    real = Path(os.path.realpath(path))
-    return next((_claimed[parent] for parent in (real, *real.parents) if parent in _claimed), None)
-
-
-def claimed_at(path: Path) -> RunFolder | None:
-    """The folder claimed by this process under exactly this name."""
-    return _claimed.get(path)
+    """The folder claimed by this process that `path` is, or lies in, by its name or by where that leads; None where there is
+    none."""
+    named, real = Path(path), Path(os.path.realpath(path))
+    return next((_claimed[each] for each in (named, *named.parents, real, *real.parents) if each in _claimed), None)
 
 
 def claimed() -> list[Path]:
@@ -217,6 +205,13 @@ def _refuse_others_folder(guard: Guard) -> None:
             f"{guard.path}: claim: holds {min(names)}, and no lock in it says that a run made it; use a new run id"
             " (new_run_id())"
         )
+
+
+def _check_proc(tree: HeldTree) -> None:
+    """DeepSpeed's code is given paths through proc: without it they would be looked up from the root."""
+    if not held_folders.is_reachable(tree.root.fd):
+        where = held_folders.by_descriptor(tree.root.fd)
+        raise StorageError(f"{tree.path}: claim: {where} does not lead to it; mount proc (mount -t proc proc /proc)")
 
 
 def _size(name: str, folder: int) -> int:

@@ -20,10 +20,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from ds_vertical.io.runs import held_folders
+from ds_vertical.io.runs.held_folders import AnyPath
+
 SEGMENT_BYTES: Final = 2 << 20  # of a period, for each SSD, where they are equally fast
 _GRAIN: Final = 4096  # every SSD's bytes begin at a multiple of it
-
-AnyPath = str | os.PathLike[str]
 
 
 class Stripe(NamedTuple):
@@ -111,7 +112,7 @@ def spread_file(path: AnyPath, num_bytes: int, whole: bool = False) -> None:
     is too small, and in a run with one SSD. `whole`: it will be read whole each time, so one period is the best.
     """
     run, name = run_of(path), os.fspath(path)
-    if run is None or name in _files or Path(name).exists():
+    if run is None or name in _files or held_folders.exists(name):
         return
     count = len(run.folders)
     period = num_bytes if whole else _period(num_bytes, count * SEGMENT_BYTES)

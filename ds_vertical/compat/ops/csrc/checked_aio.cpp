@@ -54,6 +54,7 @@ struct Operation {
     int64_t num_bytes;
     std::string path;
     int64_t offset;
+    int folder;  // the descriptor of the folder in which `path` is a name; AT_FDCWD: it is a whole path
 
     int fd = -1;
     std::unique_ptr<io_xfer_ctxt> transfer;  // the generator keeps a reference to this very pointer
@@ -111,7 +112,7 @@ public:
 
     int error() const { return error_; }
 
-    int64_t issue(bool is_read, char* buffer, int64_t num_bytes, std::string path, int64_t offset)
+    int64_t issue(bool is_read, char* buffer, int64_t num_bytes, std::string path, int64_t offset, int folder)
     {
         auto operation = std::make_shared<Operation>();
         operation->is_read = is_read;
@@ -119,6 +120,7 @@ public:
         operation->num_bytes = num_bytes;
         operation->path = std::move(path);
         operation->offset = offset;
+        operation->folder = folder < 0 ? AT_FDCWD : folder;
         int64_t id;
         {
             std::lock_guard lock(mutex_);
@@ -235,9 +237,11 @@ private:
     bool start(Operation* operation)
     {
         operation->result.start_ns = now_ns();
-        // a checkpoint's files may be links to others; what we write never is one, unless somebody has put it there
-        const int flags = operation->is_read ? O_RDONLY : O_WRONLY | O_CREAT | O_NOFOLLOW;
-        operation->fd = open(operation->path.c_str(), flags | O_DIRECT | O_CLOEXEC, 0600);
+        // a checkpoint's files may be links to others; a run's own, and what we write, never is one, unless somebody has put
+        // it there
+        const int access = operation->is_read ? O_RDONLY : O_WRONLY | O_CREAT;
+        const int links = operation->is_read && operation->folder == AT_FDCWD ? 0 : O_NOFOLLOW;
+        operation->fd = openat(operation->folder, operation->path.c_str(), access | links | O_DIRECT | O_CLOEXEC, 0600);
         if (operation->fd < 0) {
             operation->fail(errno, "open", operation->offset);
             return false;
@@ -368,14 +372,14 @@ public:
         engine_.reset();
     }
 
-    int64_t read(uintptr_t address, int64_t num_bytes, std::string path, int64_t offset)
+    int64_t read(uintptr_t address, int64_t num_bytes, std::string path, int64_t offset, int folder)
     {
-        return issue(true, address, num_bytes, std::move(path), offset);
+        return issue(true, address, num_bytes, std::move(path), offset, folder);
     }
 
-    int64_t write(uintptr_t address, int64_t num_bytes, std::string path, int64_t offset)
+    int64_t write(uintptr_t address, int64_t num_bytes, std::string path, int64_t offset, int folder)
     {
-        return issue(false, address, num_bytes, std::move(path), offset);
+        return issue(false, address, num_bytes, std::move(path), offset, folder);
     }
 
     py::tuple wait(int64_t id)
@@ -405,10 +409,10 @@ public:
     int64_t pending() { return engine_->pending(); }
 
 private:
-    int64_t issue(bool is_read, uintptr_t address, int64_t num_bytes, std::string path, int64_t offset)
+    int64_t issue(bool is_read, uintptr_t address, int64_t num_bytes, std::string path, int64_t offset, int folder)
     {
         if (num_bytes < 0 || offset < 0) { throw py::value_error("num_bytes and offset must be 0 or more"); }
-        return engine_->issue(is_read, reinterpret_cast<char*>(address), num_bytes, std::move(path), offset);
+        return engine_->issue(is_read, reinterpret_cast<char*>(address), num_bytes, std::move(path), offset, folder);
     }
 
     int take(int64_t id, Result& result)
@@ -448,8 +452,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
     using namespace py::literals;
     py::class_<Queue>(m, "Queue", "Reads and writes past the page cache; dropping it completes what is in flight.")
         .def(py::init<int, int, bool>(), "block_size"_a, "queue_depth"_a, "single_submit"_a = false)
-        .def("read", &Queue::read, "address"_a, "num_bytes"_a, "path"_a, "offset"_a, "Issue a read; returns its id.")
-        .def("write", &Queue::write, "address"_a, "num_bytes"_a, "path"_a, "offset"_a, "Issue a write; returns its id.")
+        .def("read", &Queue::read, "address"_a, "num_bytes"_a, "path"_a, "offset"_a, "folder"_a = -1,
+             "Issue a read; returns its id. `folder`: the descriptor of the one in which `path` is a name, and no link.")
+        .def("write", &Queue::write, "address"_a, "num_bytes"_a, "path"_a, "offset"_a, "folder"_a = -1,
+             "Issue a write; returns its id. `folder`: as of a read.")
         .def("wait", &Queue::wait, "id"_a,
              "Complete one operation, once: (start_ns, end_ns, errno, call, offset, bytes transferred before offset).")
         .def("poll", &Queue::poll, "id"_a, "As wait where the operation is complete, None where it is not.")

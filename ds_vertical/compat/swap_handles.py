@@ -1,0 +1,172 @@
+"""What DeepSpeed's own swappers read and write with in a run's folder: when zero.Init writes parameters, at set-up, and when
+`safe_get_*` reads state.
+
+DeepSpeed's swappers give the path of a whole file to a handle of asynchronous I/O, whose C++ looks it up from the root. Another
+folder may be there by then: see `io.runs.held_folders`. So `HeldHandle` stands in the handle's place, and gives it the file
+that it has opened itself. Where the run has several SSDs it is `StripedHandle`, which moves the bytes through a queue of ours:
+that knows where they are (`io.runs.stripes`). The swappers make their folders below the descriptor of the run's folder.
+"""
+
+from __future__ import annotations
+
+from ds_vertical.compat import version  # noqa: F401 - refuses another DeepSpeed before its private names are imported
+
+# isort: split
+
+import errno
+import functools
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from ds_vertical.compat.ops.load import new_disk_queue
+from ds_vertical.io import files
+from ds_vertical.io.aio import ALIGNMENT_BYTES, DiskQueue, Transfer
+from ds_vertical.io.runs import held_folders, stripes
+from ds_vertical.io.runs.held_folders import HeldTree
+
+Offload = TypeVar("Offload", DeepSpeedZeroOffloadParamConfig, DeepSpeedZeroOffloadOptimizerConfig)
+
+
+class WrappedHandle:
+    """What is DeepSpeed's handle but for the transfers that a subclass makes itself."""
+
+    def __init__(self, handle: object) -> None:
+        self._handle: Any = handle
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+
+class HeldHandle(WrappedHandle):
+    """The two transfers that the swappers ask of DeepSpeed's handle, which opens a file before it returns."""
+
+    def async_pread(self, buffer: torch.Tensor, path: str, offset: int) -> int:
+        """Start to fill a 1-d tensor with a file's bytes from `offset` on. Returns 0, as DeepSpeed's does. Raises StorageError,
+        also for a file that is too short, of which DeepSpeed's ends the process."""
+        with files.naming(path, "read"), os.fdopen(held_folders.open_file(path), "rb", buffering=0) as file:
+            if (num_bytes := os.fstat(file.fileno()).st_size) < offset + buffer.nbytes:
+                raise OSError(errno.ENODATA, f"the file ends at byte {num_bytes} of {offset + buffer.nbytes}")
+            return self._handle.async_pread(buffer, held_folders.by_descriptor(file.fileno()), offset)
+
+    def async_pwrite(self, buffer: torch.Tensor, path: str, offset: int) -> int:
+        """Start to write a 1-d tensor to a file from `offset` on; makes the file. Returns 0. Raises StorageError."""
+        flags = os.O_WRONLY | os.O_CREAT
+        with files.naming(path, "write"), os.fdopen(held_folders.open_file(path, flags), "wb", buffering=0) as file:
+            return self._handle.async_pwrite(buffer, held_folders.by_descriptor(file.fileno()), offset)
+
+
+class StripedHandle(WrappedHandle):
+    """The two transfers that the swappers ask of DeepSpeed's handle, and their wait; all else is the handle's.
+
+    A file that is not there yet is made, and lies on all SSDs from then on. Memory and lengths that are not those that O_DIRECT
+    takes go through memory that is.
+    """
+
+    def __init__(self, handle: object, queue: DiskQueue) -> None:
+        super().__init__(handle)
+        self._queue = queue
+        self._flying: list[tuple[Transfer, torch.Tensor, torch.Tensor]] = []  # with the memory it uses, and the caller's
+
+    def async_pread(self, buffer: torch.Tensor, path: str, offset: int) -> int:
+        """Start to fill a 1-d tensor with a file's bytes from `offset` on. Returns 0, as DeepSpeed's does."""
+        used = buffer if _is_aligned(buffer) else _aligned_like(buffer)
+        self._flying.append((self._queue.read(used.data_ptr(), used.nbytes, path, offset), used, buffer))
+        return 0
+
+    def async_pwrite(self, buffer: torch.Tensor, path: str, offset: int) -> int:
+        """Start to write a 1-d tensor to a file from `offset` on. Returns 0. Raises StorageError."""
+        used = buffer if _is_aligned(buffer) else _aligned_like(buffer)
+        if used is not buffer:
+            used[: buffer.nbytes].copy_(buffer.view(torch.uint8))
+        stripes.spread_file(path, offset + used.nbytes, whole=True)
+        if not all(map(held_folders.exists, stripes.files_of(path))):
+            files.preallocate({Path(path): offset + used.nbytes})
+        self._flying.append((self._queue.write(used.data_ptr(), used.nbytes, path, offset), used, buffer))
+        return 0
+
+    def wait(self) -> int:
+        """Complete what was started since the last wait; returns how many transfers that were. Raises DiskError."""
+        flying, self._flying = self._flying, []
+        self._queue.settle()
+        for transfer, used, buffer in flying:
+            transfer.wait()
+            if transfer.is_read and used is not buffer:
+                buffer.view(torch.uint8).copy_(used[: buffer.nbytes])
+        return len(flying)
+
+
+def _is_aligned(buffer: torch.Tensor) -> bool:
+    return buffer.data_ptr() % ALIGNMENT_BYTES == 0 and buffer.nbytes % ALIGNMENT_BYTES == 0
+
+
+def _aligned_like(buffer: torch.Tensor) -> torch.Tensor:
+    """Bytes for a tensor's, and up to the alignment, that start where the disk can read them; those behind are zeros."""
+    num_bytes = buffer.nbytes + -buffer.nbytes % ALIGNMENT_BYTES
+    whole = torch.zeros(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8)
+    return whole.narrow(0, -whole.data_ptr() % ALIGNMENT_BYTES, num_bytes)
+
+
+def _tree_of(offload: DeepSpeedZeroOffloadParamConfig | DeepSpeedZeroOffloadOptimizerConfig) -> HeldTree | None:
+    return None if offload.nvme_path is None else held_folders.tree_of(offload.nvme_path)
+
+
+def held_below(offload: Offload) -> Offload:
+    """A section of the configuration as a swapper is to be given it: below the run's folder, whatever that is called by now."""
+    tree = _tree_of(offload)
+    if tree is None:
+        return offload
+    return offload.model_copy(update={"nvme_path": Path(held_folders.by_descriptor(tree.root.fd))})
+
+
+def _name_of(folder: str, tree: HeldTree) -> str:
+    """The run's name for a folder that a swapper has made by `held_below`."""
+    return tree.path + folder.removeprefix(held_folders.by_descriptor(tree.root.fd))
+
+
+def hold_optimizer(optimizer: DeepSpeedZeroOptimizer_Stage3, offload: DeepSpeedZeroOffloadOptimizerConfig) -> None:
+    """Let the optimizer's swapper, made by `held_below(offload)`, move the files of a run through a handle of ours."""
+    swapper: Any = optimizer.optimizer_swapper  # None where no state is on SSD
+    tree = _tree_of(offload)
+    if swapper is None or tree is None:
+        return
+    swapper.swap_folder = _name_of(swapper.swap_folder, tree)
+    if stripes.run_of(swapper.swap_folder) is not None:
+        swapper.aio_handle = StripedHandle(swapper.aio_handle, new_disk_queue(swapper.aio_config))
+    else:
+        swapper.aio_handle = HeldHandle(swapper.aio_handle)
+
+
+def hold_parameters() -> None:
+    """Let each parameters' swapper that is made from now on in a run's folder do so. Harmless when called twice."""
+    stock = AsyncPartitionedParameterSwapper._configure_aio
+    if getattr(stock, "holds", False):
+        return
+
+    @functools.wraps(stock)
+    def configure(self: AsyncPartitionedParameterSwapper, ds_config: object) -> None:
+        config: Any = ds_config
+        offload: DeepSpeedZeroOffloadParamConfig = config.zero_config.offload_param
+        tree = _tree_of(offload)
+        if tree is None:
+            stock(self, config)
+            return
+        inside = SimpleNamespace(offload_param=held_below(offload))
+        stock(self, SimpleNamespace(zero_config=inside, aio_config=config.aio_config))
+        self.swap_config = offload
+        self.swap_folder = _name_of(self.swap_folder, tree)
+        if stripes.run_of(self.swap_folder) is not None:
+            queue = new_disk_queue(self.aio_config)
+            self.aio_read_handle = StripedHandle(self.aio_read_handle, queue)
+            self.aio_write_handle = StripedHandle(self.aio_write_handle, queue)
+        else:
+            self.aio_read_handle, self.aio_write_handle = HeldHandle(self.aio_read_handle), HeldHandle(self.aio_write_handle)
+
+    vars(configure)["holds"] = True
+    AsyncPartitionedParameterSwapper._configure_aio = configure
