@@ -24,7 +24,7 @@ from ds_vertical.planner.costs import Parts, event_costs, split_steps
 from ds_vertical.planner.kept_activations import NOTHING, KeepMenu, KeptShare, PolicyPoint
 from ds_vertical.planner.linear_program import LpProblem, Solution
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.memory_budget import STATE_SHARES, USED_BY_STATE, BudgetTerms
+from ds_vertical.planner.memory_budget import STATE_SHARES, USED_BY_STATE, BudgetTerms, with_room
 from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.network import LevelChoice, Network, level_choice
 from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
@@ -250,8 +250,7 @@ def in_pairs(candidate: Candidate) -> Candidate:
     def of(terms: BudgetTerms) -> Candidate:
         return replace(candidate, case=replace(candidate.case, terms=terms))
 
-    terms = replace(candidate.case.terms, pairs=True, keeps_freed=True)
-    return of(memory_budget.with_room(terms, lambda other: fits(of(other))))
+    return of(with_room(replace(candidate.case.terms, pairs=True, keeps_freed=True), lambda terms: fits(of(terms))))
 
 
 def most_micro_batches(candidate: Candidate, limits: TierBytes, most: int) -> int:

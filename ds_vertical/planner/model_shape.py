@@ -430,10 +430,10 @@ def kernel_copy_bytes(largest_trained: int, largest: int, param_bytes: int) -> i
 
 def _freed(spec: ModelSpec, division: Division) -> FreedBytes:
     """What a backward needs besides parameters, sums and what autograd keeps: gradients that have been made and not added yet,
-    of a layer the small ones and a large one, of the code around the layers all; and a kernel's own copy."""
+    of a layer the small ones and a large one, of the code ahead of the layers all, or behind them; and a kernel's own copy."""
     param_bytes, largest = DTYPE_BYTES[spec.dtype], spec.largest_parameter
     outside, *layers = spec.gradients(division.blocks_per_layer) or (spec.pre_elements, *spec.layers(division.blocks_per_layer))
-    suf = spec.suf.gradients if division.apart and spec.suf is not None else 0
+    suf = spec.suf.gradients if spec.suf is not None else 0
     trained, in_block = min(largest, max(outside, *layers)), max(spec.block_sizes, default=largest)
     made = max(_made_at_once(spec, division, max(layers)), outside - suf, suf)
     most = param_bytes * made + kernel_copy_bytes(trained, largest, param_bytes)
@@ -453,7 +453,7 @@ def _working_bytes(spec: ModelSpec, division: Division) -> int:
     copies while the most of that is there, those of the host do."""
     param_bytes, trained = DTYPE_BYTES[spec.dtype], spec.gradients(division.blocks_per_layer)
     outside, *layers = trained or (spec.pre_elements, *spec.layers(division.blocks_per_layer))
-    suf = spec.suf.gradients if division.apart and spec.suf is not None else None
+    suf = spec.suf.gradients if spec.suf is not None else None
     in_block, in_suffix = (division.sequences * saved for saved in (spec.block_saved_bytes, spec.head_saved_bytes))
     in_layer = param_bytes * _made_at_once(spec, division, max(layers)) + division.blocks_per_layer * in_block
     in_head = param_bytes * (outside if suf is None else suf) + in_suffix + in_block

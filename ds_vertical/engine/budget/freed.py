@@ -30,9 +30,13 @@ def freed_bytes(layers: LayerMap, stepped: Collection[int], param_bytes: int) ->
 def _made_at_once(layers: LayerMap, unit: Unit, stepped: Collection[int]) -> int:
     """Elements of a unit's gradients that are there at a time: see [Note: as they are made] in `grad_accumulator`. A compiled
     block makes all of its gradients in one operation. `stepped`: ids of the parameters that the optimizer has."""
-    sizes = [zero_params.full_numel(param) for param in layers.units[unit] if id(param) in stepped]
+    params = [param for param in layers.units[unit] if id(param) in stepped]
+    sizes = [zero_params.full_numel(param) for param in params]
     blocks = layers.layers[unit] if isinstance(unit, int) else ()
     compiled = any(is_compiled(module) for block in blocks for module in layers.blocks[block].module.modules())
-    if not isinstance(unit, int) or compiled or runs_others_code(layers, unit):
+    if not isinstance(unit, int):  # those of the suffix have been added by the time that the others are made
+        behind = sum(size for param, size in zip(params, sizes, strict=True) if id(param) in layers.behind)
+        return max(behind, sum(sizes) - behind)
+    if compiled or runs_others_code(layers, unit):
         return sum(sizes)
     return sum(size for size in sizes if size < LARGE) + max((size for size in sizes if size >= LARGE), default=0)

@@ -1,0 +1,67 @@
+"""The least host memory that `initialize` names is what the run then takes: a process of its own, at that least."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import ROOT
+
+MIB = 1 << 20
+DIMS = {
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 64_000,  # whose gradients are larger than what the C library keeps by itself
+    "tie_word_embeddings": False,
+}
+BELOW = 96 * MIB  # of the formula: what libraries may load at their first use, and did not
+
+
+def trained(folder: Path, host_memory_bytes: int, steps: int) -> tuple[int, str, list[dict[str, Any]]]:
+    """Exit status, log and records of the steps of a training process."""
+    folder.mkdir()
+    config = json.loads((ROOT / "configs" / "gpt_101m_cpu.json").read_text())
+    config |= {"gradient_clipping": 0.0, "vertical_schedule": {"enabled": True, "host_memory_bytes": host_memory_bytes}}
+    for name in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][name]["nvme_path"] = str(folder / "swap")
+    config["zero_optimization"]["offload_param"] |= {"buffer_count": 4, "buffer_size": 512 * 64_000}
+    (folder / "ds.json").write_text(json.dumps(config))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = ["--deepspeed_config", str(folder / "ds.json"), "--model", "llama", "--steps", str(steps), "--seq", "8"]
+    words += ["--dims", *(f"{key}={json.dumps(value)}" for key, value in DIMS.items()), "--out", str(folder / "out")]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "train.py"), *words],
+        env=os.environ | ranks | {"DS_VERTICAL_METRICS": str(folder)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    metrics = folder / "rank0.jsonl"
+    records = metrics.read_text().splitlines() if metrics.exists() else []
+    return done.returncode, done.stdout + done.stderr, [json.loads(line) for line in records]
+
+
+@pytest.mark.slow
+def test_a_run_takes_what_the_least_says_and_no_more(tmp_path: Path) -> None:
+    _, refusal, _ = trained(tmp_path / "refused", 1, 1)
+    (least,) = set(re.findall(r'"vertical_schedule.host_memory_bytes": (\d+)', refusal))
+    status, log, records = trained(tmp_path / "least", int(least), 5)
+    assert status == 0, log[-3000:]
+    (total,) = re.findall(r"ds_vertical: host +total +([0-9.]+)$", log, re.M)
+    formula, peak = round(float(total) * MIB), records[-1]["peak_host_bytes"]
+    assert formula <= int(least)
+    assert 0.9 * formula - BELOW <= peak <= int(least), (formula, peak, least)
