@@ -36,7 +36,7 @@ from ds_vertical.schedule.events import Unit
 from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, Placement, RunSettings, TensorKind, Tier
 
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
-_HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes somewhat more in one start than in another
+_HEADROOM: Final = 0.1  # of what the process takes, in the limit that is advised: it takes more in one start than in another
 _SHARES: Final = (0.75, 0.5, 0.25, 0.0)
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
 
@@ -466,7 +466,7 @@ def _fault(forecast: Forecast, room: _Room, limit: int | None, ranks: int) -> st
         first, *others = str(error).splitlines()
         further_advice = _mending(forecast, room)
         if limit is not None:
-            further_advice.append(f'"{_LIMIT}": {round(_HEADROOM * needed * ranks)} (now {limit})')
+            further_advice.append(f'"{_LIMIT}": {round((needed + _HEADROOM * baseline) * ranks)} (now {limit})')
         if "; write " not in first and further_advice:
             first, further_advice[0] = first.partition("; ")[0], f"; write {further_advice[0]}"
             return "\n".join((first + " or ".join(further_advice), *others))
