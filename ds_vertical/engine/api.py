@@ -320,7 +320,9 @@ def _budget_of(forecast: Forecast, host_bytes: int, left: int, planner: KeepPlan
     shape, terms = forecast.shape, forecast.terms
     kept = kept_bytes(shape, terms) if accelerator.is_one_memory() else 0
     counted = device_items(shape, terms, forecast.further(0))
-    return HostBudget(host_bytes + read_ahead_bytes(forecast), kept, left, planner, forecast.pairs, counted)
+    return HostBudget(
+        host_bytes + read_ahead_bytes(forecast), kept, left, planner, forecast.pairs, forecast.keeps_freed, counted
+    )
 
 
 def _start_ranks(resolved: RunSettings, config: DeepSpeedJson) -> ElasticCounts | None:

@@ -56,7 +56,7 @@ class HostBudget:
     `needed`: in all, without activations, with what state that is read before the norm may come to. `kept`: of what one layer's
     backward frees, kept for the next one's. `left`: for activations, whose use `planner` chooses as far as the JSON leaves it
     open (None: it does not), and for that state. `pairs`: whether there is room for a layer's gradients that wait for the next
-    micro-batch's. `on_device`: what has been counted of a device with memory of its own.
+    micro-batch's; `keeps_freed`: whether for keeping what any backward frees. `on_device`: what has been counted of a device with memory of its own.
     """
 
     needed: int
@@ -64,6 +64,7 @@ class HostBudget:
     left: int
     planner: KeepPlanner | None = None
     pairs: bool = True
+    keeps_freed: bool = True
     on_device: tuple[BudgetItem, ...] = ()
 
 
@@ -217,20 +218,22 @@ class Assembly:
         # than its second, and a rank that has failed between the two could not tell which of them the others are in.
         self.optimizer.gather_persistent(settled=True)
 
-    def open_gradients(self, pairs: bool) -> GradientStore:
-        """The sums of the micro-batches' gradients. `pairs`: the memory budget has room for gradients that wait."""
+    def open_gradients(self, budget: HostBudget) -> GradientStore:
+        """The sums of the micro-batches' gradients, in pairs and with freed memory kept as far as `budget` has room."""
         optimizer, dtype = self.optimizer, self.optimizer.gradient_accumulation_dtype
         rounding = partial(zero_optimizer.rounding_dtype, optimizer)
         one_memory = accelerator.is_one_memory()
         held = one_memory and ranks.world_size() == 1 and dtype is torch.float32  # see [Note: gradients in place]
-        return GradientStore(
+        store = GradientStore(
             in_chunk_order(self.layers, optimizer),
             dtype,
             ParamFacts(zero_params.full_numel, rounding, optimizer.steps, partial(runs_others_code, self.layers)),
             self.steps.before_sums(optimizer),
             SumPlace(accelerator.device_name(), joined=held),
-            pairs=pairs and one_memory and self.vertical.order == "vertical",  # otherwise layers take turns
+            pairs=budget.pairs and one_memory and self.vertical.order == "vertical",  # otherwise layers take turns
         )
+        store.trims = one_memory and not budget.keeps_freed
+        return store
 
     def open_activations(self, folder: Path | None, host_limit: int) -> ActivationStore | None:
         """The store of what passes between layers, below the run's folder; None where nothing moves. `host_limit`: bytes of
