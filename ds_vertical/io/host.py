@@ -11,7 +11,11 @@ pinned, mapped and, in a virtual machine, translated one by one, and may be more
 [Note: freed memory] Where the device is the host, every micro-batch's gradients are allocated and freed. glibc gives memory
 that large back to the kernel, or not, as the heap happens to lie; the kernel then maps it anew, page by page and zeroed, on
 one core while the others wait: up to a fifth of a step. Kept memory has its price: an aligned block fits only into a larger
-freed one (glibc before 2.38), so the heap first grows by a few blocks.
+freed one (glibc before 2.38), so the heap first grows by a few blocks. And the heap has holes: what was freed while the model
+was built may be gigabytes of addresses without pages. A block goes there however large it is, takes pages, and leaves them
+behind when it is freed; the next one may lie elsewhere. So where a run may take only so much memory, `trim` gives the pages of
+all holes back at a few places of each step. Where the budget has no room to keep what the largest gradients free (those of
+embedding and head, as a rule), `trim` also follows each backward that makes them.
 
 [Note: one team] torch computes on a team of OpenMP threads per calling thread. Where more of them exist in a process than
 there are cores, whether they work or not, the runtime lets them sleep between any two operations instead of waiting awake, and

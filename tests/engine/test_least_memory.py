@@ -8,11 +8,18 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import base_config, running, small_buffers
+from models import MixerModel, token_batches
 from places import ROOT
+
+from ds_vertical.io import host
+from ds_vertical.planner import memory_budget
 
 MIB = 1 << 20
 DIMS = {
@@ -53,6 +60,50 @@ def trained(folder: Path, host_memory_bytes: int, steps: int) -> tuple[int, str,
     metrics = folder / "rank0.jsonl"
     records = metrics.read_text().splitlines() if metrics.exists() else []
     return done.returncode, done.stdout + done.stderr, [json.loads(line) for line in records]
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_short", "count"),
+    [(None, False, 0), (8 << 30, False, 3), (8 << 30, True, 3 + 2 * 3)],
+    ids=["no limit", "limit", "short"],
+)
+def test_a_run_at_its_least_gives_freed_memory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None, is_short: bool, count: int
+) -> None:
+    """Ahead of the REDUCE of the last layer, of the first and of what is outside them; and where memory is short behind each
+    backward of an end of the model, of three micro-batches."""
+    if is_short:
+        lean = partial(replace, **memory_budget.LEAN)
+        monkeypatch.setattr(memory_budget, "with_room", lambda terms, _: lean(terms))
+    config = small_buffers(base_config(tmp_path, dtype="fp32", section={"host_memory_bytes": limit}))
+    batches, trimmed, trim = token_batches(2, 3), [], host.trim
+    with running(config, MixerModel, vertical=True) as (engine, _):
+        engine.train_batch(iter(batches[0]))  # with the self-check
+        monkeypatch.setattr(host, "trim", lambda: trimmed.append(trim()))
+        engine.train_batch(iter(batches[1]))
+    assert len(trimmed) == count
+
+
+def test_the_gradients_of_one_end_count_at_a_time() -> None:
+    """Those of the head have been added to their sum by the time that the embedding's are made."""
+    from planned_runs import Setting
+
+    setting = Setting("llama, small layers", "bf16", 0.0, 2)
+    found = setting.candidate(4e9)
+    assert found is not None
+    shape = setting.forecast(setting.config(found, 4e9)).shape
+    embedding, norm = 128 * 3001, 128
+    assert 2 * embedding <= shape.pre_elements <= 2 * embedding + 2 * norm
+    assert shape.freed.most == 2 * (embedding + norm) + 4 * embedding == shape.working_bytes
+    assert 0 < shape.freed.of_layers < shape.freed.most
+    assert found.shape.freed == shape.freed
+
+
+def test_what_is_faster_is_given_up_in_the_order_of_what_it_brings() -> None:
+    terms, taken = memory_budget.BudgetTerms(4, one_memory=True), {(True, True): 9, (False, True): 6, (False, False): 4}
+    for room, expected in ((9, (True, True)), (8, (False, True)), (5, (False, False)), (1, (False, False))):
+        found = memory_budget.with_room(terms, lambda each, room=room: taken[each.pairs, each.keeps_freed] <= room)
+        assert (found.pairs, found.keeps_freed) == expected
 
 
 @pytest.mark.slow
