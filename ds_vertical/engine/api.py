@@ -44,7 +44,7 @@ from ds_vertical.engine.zero3.chunks import check_optimizer, refuse_compression
 from ds_vertical.errors import ConfigError
 from ds_vertical.io import preflight
 from ds_vertical.io.files import check_length, make_run_private
-from ds_vertical.io.host import keep_cores_for_this_thread
+from ds_vertical.io.host import MAPPED_AHEAD, keep_cores_for_this_thread, map_blocks_from
 from ds_vertical.io.runs import run_dir, stripes
 from ds_vertical.model.compiled_blocks import refuse_compiled_around
 from ds_vertical.model.layers import LayerMap, check_trainable, map_layers
@@ -204,6 +204,7 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
             disk_check.check_before_the_model(raw)
         if section.enabled and accelerator.is_one_memory():
             keep_cores_for_this_thread()  # ahead of the first collective
+            map_blocks_from(MAPPED_AHEAD)
     if unclaimed_paths(raw):
         for path in nvme_paths(raw):
             check_length(path)

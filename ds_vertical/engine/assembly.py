@@ -182,6 +182,8 @@ class Assembly:
         of the fp32 copies from which it wrote the optimizer's state."""
         swap_buffers.rest_stock_buffers(self.module.parameters(), self.optimizer)
         host.trim()
+        if accelerator.is_one_memory():
+            host.map_blocks_from(host.MAPPED_BY_ITSELF)  # in place of what `prepare` has said
 
     def open_params(self) -> ParamStore:
         """The store of parameters with its host buffers."""
