@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import base_config, running, small_buffers
+from harness import base_config, running, small_buffers, start_process_group
 from models import MixerModel, token_batches
 from places import ROOT
 
@@ -82,6 +83,26 @@ def test_a_run_at_its_least_gives_freed_memory_back(
         monkeypatch.setattr(host, "trim", lambda: trimmed.append(trim()))
         engine.train_batch(iter(batches[1]))
     assert len(trimmed) == count
+
+
+def test_no_large_block_lies_in_the_heap_while_the_model_is_built(tmp_path: Path) -> None:
+    """Each of these is freed while small ones behind it are in use, which would leave a hole of its size."""
+    import ds_vertical
+
+    start_process_group()
+    ds_vertical.prepare(base_config(tmp_path / "swap"))
+    libc, num_bytes = ctypes.CDLL(None), 8 << 20
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    libc.free(libc.malloc(num_bytes))  # from then on blocks of this size would lie in the heap
+    before, blocks = host.resident_bytes(), []
+    for _ in range(20):
+        blocks.append((libc.malloc(num_bytes), libc.malloc(100)))
+        ctypes.memset(blocks[-1][0], 1, num_bytes)
+    for large, _ in blocks:
+        libc.free(large)
+    assert host.resident_bytes() < before + 2 * num_bytes
+    for _, small in blocks:
+        libc.free(small)
 
 
 def test_the_gradients_of_one_end_count_at_a_time() -> None:
