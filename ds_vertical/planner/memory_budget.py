@@ -143,7 +143,7 @@ def norm_copy(largest_parameter: int, one_memory: bool) -> BudgetItem:
     return BudgetItem(Tier.HOST, "fp64 copy for a norm", num_bytes, "(largest parameter)")
 
 
-def freed_bytes(shape: ModelShape, terms: BudgetTerms) -> int:
+def kept_freed_bytes(shape: ModelShape, terms: BudgetTerms) -> int:
     """What the C library keeps of what a backward frees, for pieces of other sizes; nothing on a device."""
     return 0 if not terms.one_memory else shape.freed.most if terms.keeps_freed else shape.freed.of_layers
 
@@ -301,7 +301,7 @@ def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     kept = terms.num_micro_batches * shape.num_layers * shape.activation_bytes
     kept *= shape.placement.share(TensorKind.ACTIVATIONS, Tier.HOST)
     yield _item(Tier.HOST, "activations", kept, "gradient_accumulation_steps")
-    yield _item(Tier.HOST, "freed memory that is kept", freed_bytes(shape, terms), "train_micro_batch_size_per_gpu")
+    yield _item(Tier.HOST, "freed memory that is kept", kept_freed_bytes(shape, terms), "train_micro_batch_size_per_gpu")
     yield from _kept(shape, terms, Tier.HOST)
     yield from _levels(shape)
 

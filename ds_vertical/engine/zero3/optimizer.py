@@ -112,8 +112,13 @@ class VerticalStage3(ChunkedStage3):
         self.live.watch(lambda: self.stepper.torn, self.pipeline, updates)
         powers = Powers.made_with(self.optimizer.defaults["betas"])
         self.driver = StepDriver(self, self.stepper, self.pipeline, self.gradients, powers)
-        if accelerator.is_one_memory() and self._vertical.host_memory_bytes is not None:
-            self.driver.trimmed = {self.layer_map.num_layers - 1, SUF, 0, PRE}
+        self.driver.trimmed = self._trimmed()
+
+    def _trimmed(self) -> set[Unit]:
+        """See `UnitReductions`: where the JSON says how much host memory a run may take."""
+        if self._vertical.host_memory_bytes is None or not accelerator.is_one_memory():
+            return set()
+        return {self.layer_map.num_layers - 1, SUF, 0, PRE}
 
     def describe(self) -> str:
         """When the optimizer steps, for the start-up line."""
