@@ -46,7 +46,7 @@ from ds_vertical.schedule.activations import LOOK_AHEAD
 from ds_vertical.schedule.events import Outside, Unit
 from ds_vertical.schedule.levels import Arrival
 from ds_vertical.schedule.trace import RecordingTracer, Tracer
-from ds_vertical.types import HOLDING, ActivationSettings, RunSettings, Tier
+from ds_vertical.types import HOLDING, PRE, SUF, ActivationSettings, RunSettings, Tier
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,8 @@ class Assembly:
                 f" {host.team_beside_device(sharing)} threads all the same; write another number, and it takes that"
             )
         self.optimizer.start_pipeline(self._new_queue, params.updates, self.tracer, begin)
+        if self.vertical.host_memory_bytes is not None and accelerator.is_one_memory():
+            self.optimizer.driver.trimmed = {self.layers.num_layers - 1, SUF, 0, PRE}
         every = [param for members in self.layers.units.values() for param in members]
         written = partial(_before_write, optimizer=self.optimizer, files=params.files), params.files.note_write
         zero_params.guard_parameters(every, self.optimizer.flush, params.gathers.settle, *written)

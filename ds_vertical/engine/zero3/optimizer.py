@@ -43,7 +43,7 @@ from ds_vertical.offload.stepper import Stepper, Updates, bytes_read
 from ds_vertical.planner import memory_budget
 from ds_vertical.schedule.events import DELAYED, EVERYTHING, Unit
 from ds_vertical.schedule.trace import Tracer
-from ds_vertical.types import PRE, SUF, RunSettings
+from ds_vertical.types import RunSettings
 
 _KERNEL_IDS = 1 << 20  # ids of our own kernel's objects: beyond those that DeepSpeed counts up, in case they share a table
 
@@ -112,13 +112,6 @@ class VerticalStage3(ChunkedStage3):
         self.live.watch(lambda: self.stepper.torn, self.pipeline, updates)
         powers = Powers.made_with(self.optimizer.defaults["betas"])
         self.driver = StepDriver(self, self.stepper, self.pipeline, self.gradients, powers)
-        self.driver.trimmed = self._trimmed()
-
-    def _trimmed(self) -> set[Unit]:
-        """See `UnitReductions`: where the JSON says how much host memory a run may take."""
-        if self._vertical.host_memory_bytes is None or not accelerator.is_one_memory():
-            return set()
-        return {self.layer_map.num_layers - 1, SUF, 0, PRE}
 
     def describe(self) -> str:
         """When the optimizer steps, for the start-up line."""
