@@ -44,11 +44,11 @@ from ds_vertical.engine.zero3.chunks import check_optimizer, refuse_compression
 from ds_vertical.errors import ConfigError
 from ds_vertical.io import preflight
 from ds_vertical.io.files import check_length, make_run_private
-from ds_vertical.io.host import keep_cores_for_this_thread
+from ds_vertical.io.host import MAPPED_AHEAD, keep_cores_for_this_thread, map_blocks_from
 from ds_vertical.io.runs import run_dir, stripes
 from ds_vertical.model.compiled_blocks import refuse_compiled_around
 from ds_vertical.model.layers import LayerMap, check_trainable, map_layers
-from ds_vertical.planner.memory_budget import backward_bytes, device_items
+from ds_vertical.planner.memory_budget import device_items, kept_bytes
 from ds_vertical.types import OFFLOAD_DEVICES, RunSettings, Tier
 
 _HALF_BYTES: Final = 2
@@ -203,6 +203,7 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
             disk_check.check_before_the_model(raw)
         if section.enabled and accelerator.is_one_memory():
             keep_cores_for_this_thread()  # ahead of the first collective
+            map_blocks_from(MAPPED_AHEAD)
     if unclaimed_paths(raw):
         for path in nvme_paths(raw):
             check_length(path)
@@ -319,9 +320,11 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
 def _budget_of(forecast: Forecast, host_bytes: int, left: int, planner: KeepPlanner | None) -> HostBudget:
     """What the engine hears of the budget. `host_bytes`, `left`: as `check_memory` has found them."""
     shape, terms = forecast.shape, forecast.terms
-    kept_bytes = backward_bytes(shape, terms) if accelerator.is_one_memory() else 0
+    kept = kept_bytes(shape, terms) if accelerator.is_one_memory() else 0
     counted = device_items(shape, terms, forecast.further(0))
-    return HostBudget(host_bytes + read_ahead_bytes(forecast), kept_bytes, left, planner, forecast.pairs, counted)
+    return HostBudget(
+        host_bytes + read_ahead_bytes(forecast), kept, left, planner, forecast.pairs, forecast.keeps_freed, counted
+    )
 
 
 def _start_ranks(resolved: RunSettings, config: DeepSpeedJson) -> ElasticCounts | None:

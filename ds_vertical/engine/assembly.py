@@ -46,7 +46,7 @@ from ds_vertical.schedule.activations import LOOK_AHEAD
 from ds_vertical.schedule.events import Outside, Unit
 from ds_vertical.schedule.levels import Arrival
 from ds_vertical.schedule.trace import RecordingTracer, Tracer
-from ds_vertical.types import HOLDING, ActivationSettings, RunSettings, Tier
+from ds_vertical.types import HOLDING, PRE, SUF, ActivationSettings, RunSettings, Tier
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class HostBudget:
     `needed`: in all, without activations, with what state that is read before the norm may come to. `kept`: of what one layer's
     backward frees, kept for the next one's. `left`: for activations, whose use `planner` chooses as far as the JSON leaves it
     open (None: it does not), and for that state. `pairs`: whether there is room for a layer's gradients that wait for the next
-    micro-batch's. `on_device`: what has been counted of a device with memory of its own.
+    micro-batch's; `keeps_freed`: whether there is to keep what any backward frees. `on_device`: what has been counted of a
+    device with memory of its own.
     """
 
     needed: int
@@ -64,6 +65,7 @@ class HostBudget:
     left: int
     planner: KeepPlanner | None = None
     pairs: bool = True
+    keeps_freed: bool = True
     on_device: tuple[BudgetItem, ...] = ()
 
 
@@ -180,6 +182,8 @@ class Assembly:
         of the fp32 copies from which it wrote the optimizer's state."""
         swap_buffers.rest_stock_buffers(self.module.parameters(), self.optimizer)
         host.trim()
+        if accelerator.is_one_memory():
+            host.map_blocks_from(host.MAPPED_BY_ITSELF)  # in place of what `prepare` has said
 
     def open_params(self) -> ParamStore:
         """The store of parameters with its host buffers."""
@@ -210,6 +214,8 @@ class Assembly:
                 f" {host.team_beside_device(sharing)} threads all the same; write another number, and it takes that"
             )
         self.optimizer.start_pipeline(self._new_queue, params.updates, self.tracer, begin)
+        if self.vertical.host_memory_bytes is not None and accelerator.is_one_memory():
+            self.optimizer.driver.trimmed = {self.layers.num_layers - 1, SUF, 0, PRE}
         every = [param for members in self.layers.units.values() for param in members]
         written = partial(_before_write, optimizer=self.optimizer, files=params.files), params.files.note_write
         zero_params.guard_parameters(every, self.optimizer.flush, params.gathers.settle, *written)
@@ -217,20 +223,22 @@ class Assembly:
         # than its second, and a rank that has failed between the two could not tell which of them the others are in.
         self.optimizer.gather_persistent(settled=True)
 
-    def open_gradients(self, pairs: bool) -> GradientStore:
-        """The sums of the micro-batches' gradients. `pairs`: the memory budget has room for gradients that wait."""
+    def open_gradients(self, budget: HostBudget) -> GradientStore:
+        """The sums of the micro-batches' gradients, in pairs and with freed memory kept as far as `budget` has room."""
         optimizer, dtype = self.optimizer, self.optimizer.gradient_accumulation_dtype
         rounding = partial(zero_optimizer.rounding_dtype, optimizer)
         one_memory = accelerator.is_one_memory()
         held = one_memory and ranks.world_size() == 1 and dtype is torch.float32  # see [Note: gradients in place]
-        return GradientStore(
+        store = GradientStore(
             in_chunk_order(self.layers, optimizer),
             dtype,
             ParamFacts(zero_params.full_numel, rounding, optimizer.steps, partial(runs_others_code, self.layers)),
             self.steps.before_sums(optimizer),
             SumPlace(accelerator.device_name(), joined=held),
-            pairs=pairs and one_memory and self.vertical.order == "vertical",  # otherwise layers take turns
+            pairs=budget.pairs and one_memory and self.vertical.order == "vertical",  # otherwise layers take turns
         )
+        store.trims = one_memory and not budget.keeps_freed
+        return store
 
     def open_activations(self, folder: Path | None, host_limit: int) -> ActivationStore | None:
         """The store of what passes between layers, below the run's folder; None where nothing moves. `host_limit`: bytes of

@@ -74,7 +74,7 @@ def _shares(steps: int = _SHARES) -> Iterator[float]:
 def _needed(forecast: Forecast, room: Room, held_share: float | None = None) -> int:
     """Bytes of host memory, with gradients added one by one, which gives up less speed than anything on SSD. `held_share`: of
     the gradients, those that wait for their step, None where they are as many as the forecast says."""
-    least = replace(forecast.terms, pairs=False)
+    least = replace(forecast.terms, **memory_budget.LEAN)
     if held_share is not None:
         least = replace(least, held_share=held_share)
     return memory_budget.total_bytes(memory_budget.budget(forecast.shape, least, forecast.further(room[1])), Tier.HOST)

@@ -65,7 +65,7 @@ class VerticalEngine(CallableEngine):
         assembly.give_memory_back()
         self._params = assembly.open_params()  # one by one: `destroy` closes those that there are, where the next one fails
         assembly.start_pipeline(self._params)
-        self._gradients = assembly.open_gradients(budget.pairs)
+        self._gradients = assembly.open_gradients(budget)
         self._activations = assembly.open_activations(folder, budget.left)
         self._keeping = assembly.open_keeping(budget.planner, folder, budget.left, self._activations)
         if vertical.on_signal is not None:

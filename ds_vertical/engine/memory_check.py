@@ -8,7 +8,7 @@ needs: the logits of a large vocabulary come on top.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -19,29 +19,26 @@ from ds_vertical.compat import accelerator, gradient_norm, stock_config, swap_bu
 from ds_vertical.config.file import DeepSpeedJson, num_micro_batches
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks as distributed_ranks
+from ds_vertical.engine.budget.freed import freed_bytes
 from ds_vertical.engine.budget.further import acco_items, compression_items, level_items
 from ds_vertical.engine.zero3.chunks import REDUCED_TOGETHER
 from ds_vertical.engine.zero3.planned_chunks import PlannedChunk, PlannedShards
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.io import host
-from ds_vertical.model.compiled_blocks import is_compiled
-from ds_vertical.model.kept.kinds import runs_others_code
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.offload.chunking import ALIGNMENT, FP32_BYTES, boundary, split_chunk
-from ds_vertical.offload.grad_accumulator import LARGE
 from ds_vertical.offload.masters.compressed import low_file_bytes, value_bytes
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.memory_budget import STATE_SHARE, STATE_SHARES, USED_BY_READING, BudgetItem, BudgetTerms
-from ds_vertical.planner.model_shape import ModelShape, SufShape, kernel_copy_bytes
+from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.schedule.events import Unit
 from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, Placement, RunSettings, TensorKind, Tier
 
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
-_HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes somewhat more in one start than in another
+_HEADROOM: Final = 0.1  # of what the process takes, in the limit that is advised: it takes more in one start than in another
 _SHARES: Final = (0.75, 0.5, 0.25, 0.0)
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
-
 
 _Room = tuple[int, int]  # see `host_room`
 
@@ -92,6 +89,7 @@ class Forecast:
         in_files = self._json.state_in_files and (not self.host_share or self._shards.steps_on_ssd)
         self.timing = StepTiming(delay, speculation, self._certain, in_files, resolved.on_nonfinite == "stop")
         self.pairs = resolved.order == "vertical"  # otherwise layers take turns
+        self.keeps_freed = True
         self.ahead = 0  # slots for state that is read before the norm, once all else is known
         self.most_ahead: int | None = None  # of these, that open files allow; None: any number
         self.why_ahead = ""
@@ -146,6 +144,7 @@ class Forecast:
         pre, *layer_elements = (elements[unit] for unit in every)
         rank = sum(elements.values()) / shards.num_shards
         resting = rank - sum(map(shards.numel, in_files))
+        freed = freed_bytes(self._layers, stepped, self._param_bytes)
         return ModelShape(
             pre,
             tuple(layer_elements),
@@ -156,7 +155,8 @@ class Forecast:
             num_shards=shards.num_shards,
             generations=self.timing.generations,
             part_elements=memory_budget.PART_ELEMENTS,
-            working_bytes=self._working_bytes,
+            working_bytes=freed.most,
+            freed=freed,
             reduce_bytes=_reduce_bytes(self.chunks, shards.num_shards, self._one_memory),
             placement=Placement(
                 {
@@ -185,6 +185,7 @@ class Forecast:
             pairs=self.pairs,
             shares_state=self.host_share > 0,
             ahead=self.ahead,
+            keeps_freed=self.keeps_freed,
         )
 
     @property
@@ -194,10 +195,16 @@ class Forecast:
         return self._one_memory and not (in_turn or self.pairs)
 
     def paired(self, room: tuple[int, int]) -> Forecast:
-        """This forecast, with gradients that wait for the next micro-batch's only where they fit. `room`: see `host_room`."""
-        allowed, baseline = room
-        items = memory_budget.budget(self.shape, self.terms, self.further(baseline))
-        self.pairs = self.pairs and memory_budget.total_bytes(items, Tier.HOST) <= allowed
+        """This forecast, with gradients that wait for the next micro-batch's, and freed memory kept, only where these fit.
+        `room`: see `host_room`."""
+        (allowed, baseline), shape = room, self.shape
+        further = self.further(baseline)
+
+        def fits(terms: BudgetTerms) -> bool:
+            return memory_budget.total_bytes(memory_budget.budget(shape, terms, further), Tier.HOST) <= allowed
+
+        terms = memory_budget.with_room(replace(self.terms, keeps_freed=True), fits)
+        self.pairs, self.keeps_freed = terms.pairs, terms.keeps_freed
         return self
 
     @property
@@ -220,7 +227,6 @@ class Forecast:
             memory_budget.scaled_gradient(largest_chunk, self._certain),
             *compression_items(self._shards, self._resolved),
             BudgetItem(Tier.HOST, "parameters that stay fp32", self._wide_bytes, "(their dtype)"),
-            memory_budget.freed_memory(self.shape.working_bytes, self._one_memory),
             *level_items(self._layers, self._resolved, self._param_bytes),
             *acco_items(self._layers, self._resolved, self._param_bytes),
         )
@@ -266,29 +272,6 @@ class Forecast:
                     found.append(FP32_BYTES * (_MOMENTS * numel + recalled) + beside)
         return found
 
-    @property
-    def _working_bytes(self) -> int:
-        """A layer's gradients as autograd makes them, and a kernel's own copy of the largest one, which it sums in fp32; of the
-        largest parameter that is not trained, a copy in the kernel's order."""
-        params = (param for params in self._layers.units.values() for param in params)
-        stepped = (param for chunk in self.chunks for param in chunk.params)
-        summed = max(map(zero_params.full_numel, stepped), default=0)
-        ids = {id(param) for chunk in self.chunks for param in chunk.params}
-        gradients = max(_made_at_once(self._layers, unit, ids) for unit in self._layers.units)
-        copied = kernel_copy_bytes(summed, max(map(zero_params.full_numel, params)), self._param_bytes)
-        return gradients * self._param_bytes + copied
-
-
-def _made_at_once(layers: LayerMap, unit: Unit, stepped: Collection[int]) -> int:
-    """Elements of a unit's gradients that are there at a time: see [Note: as they are made] in `grad_accumulator`. A compiled
-    block makes all of its gradients in one operation. `stepped`: ids of the parameters that the optimizer has."""
-    sizes = [zero_params.full_numel(param) for param in layers.units[unit] if id(param) in stepped]
-    blocks = layers.layers[unit] if isinstance(unit, int) else ()
-    compiled = any(is_compiled(module) for block in blocks for module in layers.blocks[block].module.modules())
-    if not isinstance(unit, int) or compiled or runs_others_code(layers, unit):
-        return sum(sizes)
-    return sum(size for size in sizes if size < LARGE) + max((size for size in sizes if size >= LARGE), default=0)
-
 
 def _reduce_bytes(chunks: Sequence[PlannedChunk], num_shards: int, one_memory: bool) -> int:
     """What the REDUCE of the largest parameter needs beside the sums: on a device for the norm of this rank's share, and where
@@ -314,9 +297,10 @@ def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[l
 
 def host_room(params: Iterable[nn.Parameter], limit: int | None) -> tuple[int, int]:
     """(bytes of host memory that this rank may take in all, those that it takes beside its parameters). `limit`: see
-    `check_memory`. Gives the pages of zero.Init's buffers back first."""
+    `check_memory`. Gives the pages of zero.Init's buffers back first, and of what was freed while the model was built."""
     held = list(params)
     swap_buffers.rest_stock_buffers(held)
+    host.trim()
     allowed = machine_room() if limit is None else limit // distributed_ranks.ranks_on_this_host()
     return allowed, max(0, host.resident_bytes() - swap_buffers.bytes_in_memory(held))
 
@@ -358,6 +342,8 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
         lines.append(
             "no room for gradients that wait for the next micro-batch's: each is added to its sum by itself; same values"
         )
+    if terms.one_memory and not terms.keeps_freed and shape.freed.most > shape.freed.of_layers:
+        lines.append("no room to keep what the largest gradients free: their memory is mapped anew each time; same values")
     return lines, needed, left
 
 
@@ -417,8 +403,8 @@ def _slots_ahead(forecast: Forecast, left: int) -> tuple[int, str]:
 
 def _fits_with(forecast: Forecast, room: _Room, path: str, value: float) -> bool:
     """Whether the run fits with another number at a path of the JSON."""
-    (allowed, baseline), pairs, forecast = room, forecast.pairs, forecast.changed(path, value)
-    forecast.pairs = pairs
+    (allowed, baseline), now, forecast = room, forecast, forecast.changed(path, value)
+    forecast.pairs, forecast.keeps_freed = now.pairs, now.keeps_freed
     items = memory_budget.budget(forecast.shape, forecast.terms, forecast.further(baseline))
     return max(memory_budget.total_bytes(items, Tier.HOST), baseline + forecast.setup_bytes) <= allowed
 
@@ -480,7 +466,7 @@ def _fault(forecast: Forecast, room: _Room, limit: int | None, ranks: int) -> st
         first, *others = str(error).splitlines()
         further_advice = _mending(forecast, room)
         if limit is not None:
-            further_advice.append(f'"{_LIMIT}": {round(_HEADROOM * needed * ranks)} (now {limit})')
+            further_advice.append(f'"{_LIMIT}": {round((needed + _HEADROOM * baseline) * ranks)} (now {limit})')
         if "; write " not in first and further_advice:
             first, further_advice[0] = first.partition("; ")[0], f"; write {further_advice[0]}"
             return "\n".join((first + " or ".join(further_advice), *others))

@@ -11,7 +11,11 @@ pinned, mapped and, in a virtual machine, translated one by one, and may be more
 [Note: freed memory] Where the device is the host, every micro-batch's gradients are allocated and freed. glibc gives memory
 that large back to the kernel, or not, as the heap happens to lie; the kernel then maps it anew, page by page and zeroed, on
 one core while the others wait: up to a fifth of a step. Kept memory has its price: an aligned block fits only into a larger
-freed one (glibc before 2.38), so the heap first grows by a few blocks.
+freed one (glibc before 2.38), so the heap first grows by a few blocks. And a heap that was large once has holes: gigabytes of
+addresses without pages. A block goes there however large it is, takes pages, and leaves them behind when it is freed; the next
+one may lie elsewhere. So no block of 4 MiB or more lies in the heap while the model is built. And where a run may take only so
+much memory, `trim` gives the pages of all holes back at a few places of each step. Where the budget has no room to keep what
+the largest gradients free (those of embedding and head, as a rule), `trim` also follows each backward that makes them.
 
 [Note: one team] torch computes on a team of OpenMP threads per calling thread. Where more of them exist in a process than
 there are cores, whether they work or not, the runtime lets them sleep between any two operations instead of waiting awake, and
@@ -52,7 +56,9 @@ _UNLIMITED: Final = 1 << 60  # cgroup v1 writes about 2^63 where there is no lim
 _DONTNEED, _DONTFORK, _HUGEPAGE = 4, 10, 14  # madvise's
 HUGE_BYTES: Final = 2 << 20
 # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h, with the most that it takes for each by itself
-_THRESHOLDS: Final = ((-1, 64 << 20), (-3, 32 << 20))
+_MMAP_THRESHOLD, MAPPED_BY_ITSELF = -3, 32 << 20
+_THRESHOLDS: Final = ((-1, 64 << 20), (_MMAP_THRESHOLD, MAPPED_BY_ITSELF))
+MAPPED_AHEAD: Final = 4 << 20  # while a model is built
 
 
 @functools.cache
@@ -111,6 +117,14 @@ def rest_pages(address: int, num_bytes: int) -> None:
         if call != 0:
             error = ctypes.get_errno()
             raise OSError(error, f"giving {last - first} bytes of host memory back: {os.strerror(error)}")
+
+
+def map_blocks_from(num_bytes: int) -> None:
+    """Let the C library take each block that large from the system by itself, and give it back as it is freed, until
+    `keep_freed_memory`: see [Note: freed memory]. Nothing changes with another C library than glibc."""
+    mallopt = getattr(_libc(), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, num_bytes)
 
 
 def keep_freed_memory(num_bytes: int) -> None:

@@ -13,7 +13,7 @@ their schedules must not differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from torch import nn
@@ -56,7 +56,8 @@ class LayerMap:
     and, where it is a unit, `suf` to its parameters, each parameter in exactly one unit (one that several layers share: `pre`).
     `whole`: blocks of which a hook has computed with a parameter of the block, as steps find them: see `stubs`. `apart`: the
     units outside the layers that, as far as steps have found, the prefix alone (`pre`) or the suffix alone (`suf`) uses.
-    `missed`: those of which this rank has found otherwise.
+    `missed`: those of which this rank has found otherwise. `behind`: ids of the parameters that the suffix alone uses, as far
+    as sources tell; their gradients are there and gone ahead of those of the others outside the layers.
     """
 
     blocks: tuple[Block, ...]
@@ -65,6 +66,7 @@ class LayerMap:
     whole: set[int] = field(default_factory=set)
     apart: set[Unit] = field(default_factory=set)
     missed: set[Unit] = field(default_factory=set)
+    behind: frozenset[int] = frozenset()
 
     @property
     def outside(self) -> Outside:
@@ -112,7 +114,10 @@ def map_layers(
         layers += [range(i, min(i + blocks_per_layer, end)) for i in range(start, end, blocks_per_layer)]
         start = end
     whole = LayerMap(blocks, tuple(layers), _assign_units(model, blocks, layers))
-    return _with_ends_apart(model, whole) if apart else whole
+    ends = _ends(model, whole)
+    if not any(map(_is_of_both, ends.values())):
+        whole = replace(whole, behind=frozenset(key for key, found in ends.items() if found == {"behind"}))
+    return _with_ends_apart(whole, ends) if apart else whole
 
 
 def _named_groups(model: nn.Module, paths: Sequence[str]) -> list[list[Block]]:
@@ -308,9 +313,8 @@ def _assign_units(model: nn.Module, blocks: Sequence[Block], layers: Sequence[ra
     return {unit: tuple(members) for unit, members in units.items()}
 
 
-def _with_ends_apart(model: nn.Module, whole: LayerMap) -> LayerMap:
-    """`whole` with its unit outside the layers cut in two. With a parameter of both ends (tied weights) it stays one unit. With
-    one that a layer uses, or code between two layers, `pre` stays on the device, and what the suffix alone uses is apart."""
+def _ends(model: nn.Module, whole: LayerMap) -> dict[int, set[End]]:
+    """Where each parameter of the unit outside the layers is used, by its id."""
     first, last = whole.blocks[0].path, whole.blocks[-1].path
     in_blocks = {id(module) for block in whole.blocks for module in block.module.modules()}
     ends: dict[int, set[End]] = {}
@@ -319,8 +323,18 @@ def _with_ends_apart(model: nn.Module, whole: LayerMap) -> LayerMap:
         for param in (*module._parameters.values(), *getattr(module, "_external_params", {}).values()):
             if param is not None:
                 ends.setdefault(id(param), set()).add(end)
+    return {id(param): ends[id(param)] for param in whole.units[PRE]}
+
+
+def _is_of_both(found: set[End]) -> bool:
+    return {"ahead", "behind"} <= found
+
+
+def _with_ends_apart(whole: LayerMap, ends: Mapping[int, set[End]]) -> LayerMap:
+    """`whole` with its unit outside the layers cut in two. With a parameter of both ends (tied weights) it stays one unit. With
+    one that a layer uses, or code between two layers, `pre` stays on the device, and what the suffix alone uses is apart."""
     used = [(param, ends[id(param)]) for param in whole.units[PRE]]
-    if any({"ahead", "behind"} <= found for _, found in used):
+    if any(_is_of_both(found) for _, found in used):
         return whole
     behind = tuple(param for param, found in used if found == {"behind"})
     ahead = tuple(param for param, found in used if found != {"behind"})
@@ -329,7 +343,7 @@ def _with_ends_apart(model: nn.Module, whole: LayerMap) -> LayerMap:
         units[SUF] = behind
     stays = any("between" in found or "behind" in found for param, found in used if found != {"behind"})
     apart: set[Unit] = {unit for unit in (PRE, SUF) if units.get(unit) and not (unit == PRE and stays)}
-    return LayerMap(whole.blocks, whole.layers, units, apart=apart)
+    return replace(whole, units=units, apart=apart)
 
 
 def check_trainable(model: nn.Module, tell: Callable[[str], None]) -> None:

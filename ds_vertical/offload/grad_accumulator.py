@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ds_vertical.errors import LayerError
 from ds_vertical.interrupts import Changed
+from ds_vertical.io import host
 from ds_vertical.io.buffers import Reserve
 from ds_vertical.model.autograd_segments import OWN_BACKWARD
 from ds_vertical.model.kept.block_backward import is_apart
@@ -299,7 +300,8 @@ class GradientStore(UnitGradients):
     """Sums of `param.grad` per unit, in the gradient accumulation dtype.
 
     Gradients of parameters that the optimizer does not have are thrown away. The store calls `begin` with a unit whose next
-    sums are about to be made: what is held of its last ones is needed no longer.
+    sums are about to be made: what is held of its last ones is needed no longer. `trims`: whether freed memory goes back to the
+    system behind each backward that has made gradients outside the layers, see [Note: freed memory] in `io.host`.
 
     The first contribution is copied and later ones are added in the order of the `add` calls, each after rounding to the
     dtype that stock would communicate it in: the bits of stock's accumulation.
@@ -330,6 +332,7 @@ class GradientStore(UnitGradients):
         self._sums: dict[Unit, UnitSums] = {}
         self._one_by_one, self._late = True, False  # whether gradients are added as they are made; never more: see the note
         self._made: dict[Unit, MadeGradients] = {}
+        self.trims = False
         self.reserve = Reserve(partial(torch.empty, dtype=dtype, device=place.device))
         # a GPU's memory is torch's to keep, for whatever comes next
         self._new = (
@@ -372,8 +375,9 @@ class GradientStore(UnitGradients):
         for param in self._unwanted[unit]:
             self._tell(param)
             param.grad = None
-        for index in range(len(self._units[unit])):
-            self._add(unit, index)
+        moved = [self._add(unit, index) for index in range(len(self._units[unit]))]
+        if self.trims and not isinstance(unit, int) and any(moved):
+            host.trim()
         self._arrivals.note(unit)
 
     def _add(self, unit: Unit, index: int, made: bool = False) -> bool:

@@ -24,7 +24,7 @@ from ds_vertical.planner.costs import Parts, event_costs, split_steps
 from ds_vertical.planner.kept_activations import NOTHING, KeepMenu, KeptShare, PolicyPoint
 from ds_vertical.planner.linear_program import LpProblem, Solution
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.memory_budget import STATE_SHARES, USED_BY_STATE
+from ds_vertical.planner.memory_budget import STATE_SHARES, USED_BY_STATE, BudgetTerms, with_room
 from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.network import LevelChoice, Network, level_choice
 from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
@@ -245,10 +245,12 @@ def fits(candidate: Candidate) -> bool:
 
 
 def in_pairs(candidate: Candidate) -> Candidate:
-    """With gradients that wait for the next micro-batch's where there is room for them, as a run decides."""
-    case = candidate.case
-    paired = replace(candidate, case=replace(case, terms=replace(case.terms, pairs=True)))
-    return paired if fits(paired) else candidate
+    """With gradients that wait for the next micro-batch's, and freed memory kept, where there is room, as a run decides."""
+
+    def of(terms: BudgetTerms) -> Candidate:
+        return replace(candidate, case=replace(candidate.case, terms=terms))
+
+    return of(with_room(replace(candidate.case.terms, pairs=True, keeps_freed=True), lambda terms: fits(of(terms))))
 
 
 def most_micro_batches(candidate: Candidate, limits: TierBytes, most: int) -> int:
@@ -494,5 +496,5 @@ def _shared(case: LpProblem, share: float, delays: Sequence[float]) -> Iterator[
     limits = beside_state(case.limits, shape)
     setup = case.setup_bytes + memory_budget.stock_setup(0, 0, math.ceil(share * shape.stepped_elements / shape.num_shards))
     for delay in delays:
-        terms = replace(case.terms, held_share=held_share(case, delay, 1 - share), pairs=False, shares_state=True)
+        terms = replace(case.terms, held_share=held_share(case, delay, 1 - share), shares_state=True, **memory_budget.LEAN)
         yield replace(case, shape=shape, terms=terms, delay=delay, limits=limits, setup_bytes=setup)

@@ -7,6 +7,7 @@ P elements of this rank, M micro-batches, L layers, layers of at most N elements
             state read ahead     as many further slots as were chosen
             gradients            4P of the share that waits there, 4N of a few layers for what is stepped early or goes to SSD
             activations          M L A of the share that is kept there
+            freed memory         with one memory, what the C library keeps of what a backward frees, or where short a layer's
             kept for the backward  M K of all layers that rests there, K of a micro-batch; buffers of cells, where some move
             at rest              parameters and state that are not on SSD
     device  parameters           (w + 1) N and `pre`, gathered (none where they are the host's buffers)
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -94,8 +95,9 @@ class BudgetTerms:
     `held_share`: of all gradients, the share that waits for its step (1 where steps follow NORM or may be redone, else
     `waiting_share`). `gradient_layers`: layers whose gradients are under way otherwise: as many as are stepped or written to
     SSD at a time, and one more. `pairs`: whether a layer's gradients wait for those of the next micro-batch, where device and
-    host are one memory: in layer-major order, and where there is room. `shares_state`: of the state that goes to SSD otherwise,
-    a share that was chosen rests in host memory.
+    host are one memory: in layer-major order, and where there is room. `keeps_freed`: whether, where they are, the C library
+    keeps what any backward frees; else pieces that are larger than all that a layer's backward frees go back to the kernel.
+    `shares_state`: of the state that goes to SSD otherwise, a share that was chosen rests in host memory.
     """
 
     num_micro_batches: int
@@ -107,6 +109,16 @@ class BudgetTerms:
     pairs: bool = True
     shares_state: bool = False
     ahead: int = 0
+    keeps_freed: bool = True
+
+
+LEAN: Final = {"pairs": False, "keeps_freed": False}  # of `BudgetTerms`: what a run gives up before it is refused
+
+
+def with_room(terms: BudgetTerms, fits: Callable[[BudgetTerms], bool]) -> BudgetTerms:
+    """`terms`, which have both `pairs` and `keeps_freed`, or the first, or neither, as memory has room."""
+    tried = (terms, dataclasses.replace(terms, pairs=False), dataclasses.replace(terms, **LEAN))
+    return next((each for each in tried if fits(each)), tried[-1])
 
 
 @dataclass(frozen=True)
@@ -131,10 +143,14 @@ def norm_copy(largest_parameter: int, one_memory: bool) -> BudgetItem:
     return BudgetItem(Tier.HOST, "fp64 copy for a norm", num_bytes, "(largest parameter)")
 
 
-def freed_memory(working_bytes: int, one_memory: bool) -> BudgetItem:
-    """What the C library keeps of what a backward frees, for pieces of other sizes."""
-    kept = working_bytes if one_memory else 0
-    return BudgetItem(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu")
+def kept_freed_bytes(shape: ModelShape, terms: BudgetTerms) -> int:
+    """What the C library keeps of what a backward frees, for pieces of other sizes; nothing on a device."""
+    return 0 if not terms.one_memory else shape.freed.most if terms.keeps_freed else shape.freed.of_layers
+
+
+def kept_bytes(shape: ModelShape, terms: BudgetTerms) -> int:
+    """How large pieces may be that the C library keeps when they are freed."""
+    return backward_bytes(shape, terms) if terms.keeps_freed else shape.freed.of_layers
 
 
 def scaled_gradient(largest_chunk: int, certain: bool) -> BudgetItem:
@@ -178,18 +194,12 @@ def _small(shape: ModelShape, spec: ModelSpec, least: int) -> SmallTensors:
     return SmallTensors(parameters, math.ceil(state))
 
 
-def run_items(shape: ModelShape, made_bytes: int, one_memory: bool, certain: bool) -> tuple[BudgetItem, ...]:
-    """What a planned run takes beside what the formulas know, as `engine.memory_check` counts it of a real one. `made_bytes`:
-    see `model_shape.made_bytes`."""
-    return freed_memory(made_bytes, one_memory), scaled_gradient(math.ceil(_largest_unit(shape)), certain)
-
-
 def planned_setup(shape: ModelShape, largest_parameter: int, further: tuple[BudgetItem, ...]) -> int:
     """Host memory that a planned run takes in all while stock's optimizer is set up: `stock_setup`, and of `further` what the
     process holds by then. A parameter may exceed a chunk's full size."""
     held = sum(item.num_bytes - LATER_BYTES for item in further if item.key == MEASURED_KEY)
     full = sub_group_size(shape.num_elements) + largest_parameter / shape.num_shards
-    chunk = math.ceil(min(_largest_unit(shape), full))
+    chunk = math.ceil(min(largest_unit(shape), full))
     in_files, stepped = shape.in_files(TensorKind.STATE), shape.stepped_elements / shape.num_shards
     staged = chunk * shape.param_bytes if shape.in_files(TensorKind.PARAMETERS) else 0
     resting = min(stepped, (1 - in_files) * stepped + shape.small.state)
@@ -291,6 +301,7 @@ def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     kept = terms.num_micro_batches * shape.num_layers * shape.activation_bytes
     kept *= shape.placement.share(TensorKind.ACTIVATIONS, Tier.HOST)
     yield _item(Tier.HOST, "activations", kept, "gradient_accumulation_steps")
+    yield _item(Tier.HOST, "freed memory that is kept", kept_freed_bytes(shape, terms), "train_micro_batch_size_per_gpu")
     yield from _kept(shape, terms, Tier.HOST)
     yield from _levels(shape)
 
@@ -371,11 +382,11 @@ def backward_bytes(shape: ModelShape, terms: BudgetTerms) -> int:
 def _largest_piece(shape: ModelShape) -> float:
     """Elements of the largest piece that goes through the optimizer's pipeline, at most: where a unit is cut depends on its
     parameters' sizes and on what of it is stepped early."""
-    largest = _largest_unit(shape)
+    largest = largest_unit(shape)
     return largest if shape.part_elements is None else min(largest, shape.part_elements)
 
 
-def _largest_unit(shape: ModelShape) -> float:
+def largest_unit(shape: ModelShape) -> float:
     """Elements that this rank's optimizer steps of the unit that has most of them."""
     return max(shape.stepped(unit) for unit in shape.outside.around(range(shape.num_layers)))
 

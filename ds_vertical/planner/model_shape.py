@@ -38,6 +38,14 @@ class SmallTensors:
 
 
 @dataclass(frozen=True)
+class FreedBytes:
+    """What a backward makes and frees again: the most of any unit's, and of a layer's."""
+
+    most: int = 0
+    of_layers: int = 0
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """A model as the schedule sees it: elements per unit, seconds per micro-batch, bytes.
 
@@ -55,7 +63,8 @@ class ModelShape:
     code runs, see `Outside`. `network`: how the ranks lie on nodes (null: collectives take no time). `state_places`: of units
     with other shares than the placement's, the elements whose state this rank has in files and in memory. `compressed`: of each
     master in files the low half is read and written; any step but an early one reads the parameter, too.
-    `small`: what files are too small for (none, where `files` and `placement` leave it out). Raises CostsError.
+    `small`: what files are too small for (none, where `files` and `placement` leave it out). `freed`: what backwards free,
+    where autograd keeps nothing for them. Raises CostsError.
     """
 
     pre_elements: int
@@ -86,6 +95,7 @@ class ModelShape:
     state_places: tuple[tuple[Unit, float, float], ...] = ()
     compressed: bool = False
     small: SmallTensors = SmallTensors()
+    freed: FreedBytes = FreedBytes()
 
     def __post_init__(self) -> None:
         if not self.layer_elements:
@@ -418,15 +428,18 @@ def kernel_copy_bytes(largest_trained: int, largest: int, param_bytes: int) -> i
     return max(4 * largest_trained, param_bytes * largest)
 
 
-def made_bytes(spec: ModelSpec, division: Division) -> int:
+def _freed(spec: ModelSpec, division: Division) -> FreedBytes:
     """What a backward needs besides parameters, sums and what autograd keeps: gradients that have been made and not added yet,
-    of a layer the small ones and a large one, of the code around the layers all; and a kernel's own copy."""
+    of a layer the small ones and a large one, of the code ahead of the layers all, or behind them; and a kernel's own copy."""
     param_bytes, largest = DTYPE_BYTES[spec.dtype], spec.largest_parameter
     outside, *layers = spec.gradients(division.blocks_per_layer) or (spec.pre_elements, *spec.layers(division.blocks_per_layer))
-    suf = spec.suf.gradients if division.apart and spec.suf is not None else 0
-    trained = min(largest, max(outside, *layers))
+    suf = spec.suf.gradients if spec.suf is not None else 0
+    trained, in_block = min(largest, max(outside, *layers)), max(spec.block_sizes, default=largest)
     made = max(_made_at_once(spec, division, max(layers)), outside - suf, suf)
-    return param_bytes * made + kernel_copy_bytes(trained, largest, param_bytes)
+    most = param_bytes * made + kernel_copy_bytes(trained, largest, param_bytes)
+    made = _made_at_once(replace(spec, largest_parameter=in_block), division, max(layers))
+    of_layers = param_bytes * made + kernel_copy_bytes(min(in_block, max(layers)), in_block, param_bytes)
+    return FreedBytes(most, min(of_layers, most))
 
 
 def _made_at_once(spec: ModelSpec, division: Division, most: int) -> int:
@@ -440,7 +453,7 @@ def _working_bytes(spec: ModelSpec, division: Division) -> int:
     copies while the most of that is there, those of the host do."""
     param_bytes, trained = DTYPE_BYTES[spec.dtype], spec.gradients(division.blocks_per_layer)
     outside, *layers = trained or (spec.pre_elements, *spec.layers(division.blocks_per_layer))
-    suf = spec.suf.gradients if division.apart and spec.suf is not None else None
+    suf = spec.suf.gradients if spec.suf is not None else None
     in_block, in_suffix = (division.sequences * saved for saved in (spec.block_saved_bytes, spec.head_saved_bytes))
     in_layer = param_bytes * _made_at_once(spec, division, max(layers)) + division.blocks_per_layer * in_block
     in_head = param_bytes * (outside if suf is None else suf) + in_suffix + in_block
@@ -449,7 +462,7 @@ def _working_bytes(spec: ModelSpec, division: Division) -> int:
     if division.one_memory:
         return needed + kernel_copy_bytes(min(largest, max(outside, *layers)), largest, param_bytes)
     copied = 0 if trained is None else largest * param_bytes
-    return max(copied + needed, made_bytes(spec, division))
+    return max(copied + needed, _freed(spec, division).most)
 
 
 def shape_of(spec: ModelSpec, seconds: Seconds, division: Division) -> ModelShape:
@@ -473,6 +486,7 @@ def shape_of(spec: ModelSpec, seconds: Seconds, division: Division) -> ModelShap
         generations=division.generations,
         part_elements=division.part_elements,
         working_bytes=_working_bytes(spec, division),
+        freed=_freed(spec, division),
         placement=division.placement,
         gradients=gradients,
         suf=suf,

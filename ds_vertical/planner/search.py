@@ -50,7 +50,7 @@ from ds_vertical.planner.candidate import (
 )
 from ds_vertical.planner.linear_program import LpProblem, Solution
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, made_bytes, shape_of
+from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
 from ds_vertical.planner.network import Network, level_choice, other_networks
 from ds_vertical.types import TensorKind, Tier, TierBytes, per_tier
 
@@ -312,7 +312,7 @@ class _Search:
         held = memory_budget.waiting_share(delay, on_ssd) if early and task.certain else 1.0  # what may be redone is kept
         terms = memory_budget.BudgetTerms(
             *(sizes.num_micro_batches, self.window),
-            **{"held_share": held, "one_memory": one_memory, "pairs": False, "shares_state": 0 < on_ssd < 1},
+            **{"held_share": held, "one_memory": one_memory, "shares_state": 0 < on_ssd < 1, **memory_budget.LEAN},
         )
         shape = with_state_in_memory(shape_of(task.spec, seconds or _NO_SECONDS, division), 1 - on_ssd)
         shape = memory_budget.as_run(shape, task.spec, one_memory, task.least_file_bytes)
@@ -320,7 +320,7 @@ class _Search:
         menu = None
         if seconds is not None and task.keep:
             menu = task.spec.menu(sizes.sequences, sizes.blocks_per_layer, seconds, task.flops_per_byte)
-        further = (*self.further, *memory_budget.run_items(shape, made_bytes(task.spec, division), one_memory, task.certain))
+        further = (*self.further, memory_budget.scaled_gradient(math.ceil(memory_budget.largest_unit(shape)), task.certain))
         setup = memory_budget.planned_setup(shape, task.spec.largest_parameter, self.further)
         return LpProblem(shape, self.machine, terms, limits, delay, early, further, menu, setup_bytes=setup)
 
@@ -456,7 +456,7 @@ def _candidate(case: LpProblem, size: int, blocks: int, solution: Solution, *, w
 
 
 def _with_window(candidate: Candidate, window: int) -> Candidate:
-    case = replace(candidate.case, terms=replace(candidate.case.terms, window=window, pairs=False))
+    case = replace(candidate.case, terms=replace(candidate.case.terms, window=window, **memory_budget.LEAN))
     return in_pairs(replace(candidate, choice=replace(candidate.choice, window=window), case=case))
 
 

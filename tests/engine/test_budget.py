@@ -28,6 +28,7 @@ from processes import status
 
 from ds_vertical.config.resolve import resolve
 from ds_vertical.config.section import load_section
+from ds_vertical.engine import memory_check
 from ds_vertical.engine.assembly import bytes_by_tier
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.io import host
@@ -325,6 +326,21 @@ def test_buffers_that_a_driver_has_locked_keep_their_pages() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- the host's memory
+
+
+def test_what_was_freed_while_the_model_was_built_is_not_counted() -> None:
+    """The C library keeps it: it lies below memory that is in use."""
+    libc, num_bytes = ctypes.CDLL(None), 100_000
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    blocks = [libc.malloc(num_bytes) for _ in range(2000)]
+    for block in blocks:
+        ctypes.memset(block, 1, num_bytes)
+    for block in blocks[:-1]:
+        libc.free(block)
+    before = host.resident_bytes()
+    _, baseline = memory_check.host_room([], 1 << 40)
+    assert baseline < before - 150_000_000
+    libc.free(blocks[-1])
 
 
 def test_a_control_groups_limit_counts_in_both_versions(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_gradients_wait_in_host_memory_as_far_as_it_holds_them(tmp_path: Path) -
 
     def needed(share: float) -> int:
         forecast = forecast_of(replace(resolved, gradient_host_share=share))
-        terms = replace(forecast.terms, pairs=False)  # what waits for its pair goes first
+        terms = replace(forecast.terms, **memory_budget.LEAN)  # what waits for its pair goes first
         return memory_budget.total_bytes(memory_budget.budget(forecast.shape, terms, forecast.further(7)), "host")
 
     def chosen(allowed: int, section: Any = section, resolved: Any = resolved) -> float:
@@ -254,7 +254,7 @@ def test_a_node_keeps_as_many_copies_as_host_memory_holds(tmp_path: Path) -> Non
 
     def needed(share: float | None, ranks_per_node: int = 2) -> int:
         forecast = forecast_of(replace(resolved, levels=LevelSettings(ranks_per_node, copy_share=share)))
-        items = memory_budget.budget(forecast.shape, replace(forecast.terms, pairs=False), forecast.further(7))
+        items = memory_budget.budget(forecast.shape, replace(forecast.terms, **memory_budget.LEAN), forecast.further(7))
         return memory_budget.total_bytes(items, "host")
 
     def chosen(allowed: int, settings: Any = resolved) -> float | None:

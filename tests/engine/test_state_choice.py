@@ -102,7 +102,7 @@ def test_a_run_whose_ssd_lacks_a_second_generation_fits_with_its_share(tmp_path:
         found = choice.chosen(allowed)
         forecast = choice.forecast_of(found)
         forecast.timing.give_up()
-        items = memory_budget.budget(forecast.shape, replace(forecast.terms, pairs=False), forecast.further(7))
+        items = memory_budget.budget(forecast.shape, replace(forecast.terms, **memory_budget.LEAN), forecast.further(7))
         shares[written] = found.optimizer_host_share, memory_budget.total_bytes(items, Tier.HOST) <= allowed
         if written is None:
             assert choice.chosen(none + gradients // 2).optimizer_host_share == 0.0

@@ -8,7 +8,7 @@ the next unit's sums: one unit's gradients. With `overlap: false` the executor w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from ds_vertical.compat import zero_optimizer
 from ds_vertical.compat.gradient_norm import NormMemory
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.zero3.chunks import ChunkedStage3
+from ds_vertical.io import host
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload.grad_store import HeldGradients, ReducedSums
 from ds_vertical.schedule.events import Unit
@@ -42,7 +43,8 @@ class UnitReductions:
     """What the event REDUCE of a schedule calls.
 
     `num_reductions`: collectives that this rank has issued so far to reduce gradients. `norm_memory`: host memory in which the
-    norms of a step are computed. `sink`: where shares go that are reduced from now on.
+    norms of a step are computed. `sink`: where shares go that are reduced from now on. `trimmed`: units ahead of whose REDUCE
+    freed memory goes back to the system, see [Note: freed memory] in `io.host`.
     """
 
     def __init__(self, optimizer: ChunkedStage3, gradients: HeldGradients) -> None:
@@ -51,6 +53,7 @@ class UnitReductions:
         self._optimizer = optimizer
         self._gradients = gradients
         self.sink = ShareSink(gradients)
+        self.trimmed: Collection[Unit] = ()
         self._under_way: dict[Unit, Ticket] = {}
 
     def reduce_unit(
@@ -63,6 +66,8 @@ class UnitReductions:
         neighbours in `flat`. Where `flat` is None, each sum is taken, copied and given up ahead of the next one. Returns
         whether `flat` itself is held now. Then it goes to `give_back` after the step, from any thread.
         """
+        if unit in self.trimmed:
+            host.trim()
         if not self._optimizer.in_chunk_order(unit):
             return False
         reductions = self._start(unit, sums)

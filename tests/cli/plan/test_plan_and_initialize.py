@@ -18,6 +18,7 @@ from ds_vertical.planner.linear_program import solve
 from ds_vertical.planner.search import PlanError, choose
 
 MIB = 1 << 20
+NO_ROOM = (0, BASELINE)
 PADDING = 64 << 10  # whole blocks of I/O, and shares in whole numbers
 # A run cannot know before its first batch what autograd keeps of a block and of the head, in "one layer's backward" here.
 # Where the plan may count more: pieces as large as any may be, a layer's small tensors in its buffers, shares of the state in
@@ -65,7 +66,8 @@ def check_items(setting: Setting, host_bytes: int) -> None:
     assert found is not None
     config = setting.config(found, host_bytes)
     forecast = setting.forecast(config)
-    forecast.pairs = found.case.terms.pairs  # a run takes them where they fit, so that they refuse nothing
+    terms = found.case.terms  # a run takes what is faster where it fits, so that it refuses nothing
+    forecast.pairs, forecast.keeps_freed = terms.pairs, terms.keeps_freed
     plan, run = planned_bytes(found), run_bytes(forecast)
     if found.choice.placement.named()["state_on_ssd"] in (0.0, 1.0):
         more = {what: run[what] - plan.get(what, 0) for what in run if run[what] > plan.get(what, 0) + PADDING}
@@ -96,7 +98,7 @@ def check_found(setting: Setting) -> None:
     assume(roomy is not None)
     assert roomy is not None
     forecast = setting.forecast(setting.config(roomy, 8e9))
-    forecast.pairs = False
+    forecast.paired(NO_ROOM)
     least = sum(run_bytes(forecast).values())
     room = (least, BASELINE)
     assert memory_check._fault(forecast, room, least, 1) is None
@@ -187,7 +189,7 @@ def test_every_number_that_initialize_advises_makes_the_run_fit(
     config = setting.config(found, 8e9)
     config["vertical_schedule"] |= changes
     forecast = setting.forecast(config)
-    forecast.pairs = False  # which a run gives up before it refuses
+    forecast.paired(NO_ROOM)  # what a run gives up before it refuses
     allowed = sum(run_bytes(forecast).values()) - short
     message = memory_check._fault(forecast, (allowed, BASELINE), allowed, 1)
     assert message is not None
@@ -208,7 +210,7 @@ def test_a_chunk_that_makes_the_set_up_too_large_is_what_the_advice_is_about() -
     config = setting.config(found, 8e9)
     config["zero_optimization"]["sub_group_size"] = 10**9
     forecast = setting.forecast(config)
-    forecast.pairs = False
+    forecast.paired(NO_ROOM)
     allowed = BASELINE + forecast.setup_bytes - MIB
     assert run_bytes(forecast)["stock's set-up beyond the rest"] > MIB
     message = memory_check._fault(forecast, (allowed, BASELINE), None, 1)
@@ -216,5 +218,5 @@ def test_a_chunk_that_makes_the_set_up_too_large_is_what_the_advice_is_about() -
     (size,) = re.findall(r'"zero_optimization.sub_group_size": (\d+) \(now 1000000000\)', message.splitlines()[0])
     config["zero_optimization"]["sub_group_size"] = int(size)
     other = setting.forecast(config)
-    other.pairs = False
+    other.paired(NO_ROOM)
     assert memory_check._fault(other, (allowed, BASELINE), None, 1) is None

@@ -1,0 +1,42 @@
+"""What the backwards of a run make and free again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from ds_vertical.compat import zero_params
+from ds_vertical.model.compiled_blocks import is_compiled
+from ds_vertical.model.kept.kinds import runs_others_code
+from ds_vertical.model.layers import LayerMap
+from ds_vertical.offload.grad_accumulator import LARGE
+from ds_vertical.planner.model_shape import FreedBytes, kernel_copy_bytes
+from ds_vertical.schedule.events import Unit
+
+
+def freed_bytes(layers: LayerMap, stepped: Collection[int], param_bytes: int) -> FreedBytes:
+    """A unit's gradients as autograd makes them, and a kernel's own copy of the largest one, which it sums in fp32; of the
+    largest parameter that is not trained, a copy in the kernel's order. `stepped`: ids of the parameters that the optimizer
+    has."""
+
+    def most_of(units: Sequence[Unit]) -> int:
+        sizes = [(zero_params.full_numel(param), id(param) in stepped) for unit in units for param in layers.units[unit]]
+        summed = max((size for size, steps in sizes if steps), default=0)
+        made = max(_made_at_once(layers, unit, stepped) for unit in units)
+        return made * param_bytes + kernel_copy_bytes(summed, max((size for size, _ in sizes), default=0), param_bytes)
+
+    return FreedBytes(most_of([*layers.units]), most_of(range(layers.num_layers)))
+
+
+def _made_at_once(layers: LayerMap, unit: Unit, stepped: Collection[int]) -> int:
+    """Elements of a unit's gradients that are there at a time: see [Note: as they are made] in `grad_accumulator`. A compiled
+    block makes all of its gradients in one operation. `stepped`: ids of the parameters that the optimizer has."""
+    params = [param for param in layers.units[unit] if id(param) in stepped]
+    sizes = [zero_params.full_numel(param) for param in params]
+    blocks = layers.layers[unit] if isinstance(unit, int) else ()
+    compiled = any(is_compiled(module) for block in blocks for module in layers.blocks[block].module.modules())
+    if not isinstance(unit, int):  # those of the suffix have been added by the time that the others are made
+        behind = sum(size for param, size in zip(params, sizes, strict=True) if id(param) in layers.behind)
+        return max(behind, sum(sizes) - behind)
+    if compiled or runs_others_code(layers, unit):
+        return sum(sizes)
+    return sum(size for size in sizes if size < LARGE) + max((size for size in sizes if size >= LARGE), default=0)

@@ -1,0 +1,139 @@
+"""The least host memory that `initialize` names is what the run then takes: a process of its own, at that least."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import base_config, running, small_buffers, start_process_group
+from models import MixerModel, token_batches
+from places import ROOT
+
+from ds_vertical.io import host
+from ds_vertical.planner import memory_budget
+
+MIB = 1 << 20
+DIMS = {
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 64_000,  # whose gradients are larger than what the C library keeps by itself
+    "tie_word_embeddings": False,
+}
+BELOW = 96 * MIB  # of the formula: what libraries may load at their first use, and did not
+
+
+def trained(folder: Path, host_memory_bytes: int, steps: int) -> tuple[int, str, list[dict[str, Any]]]:
+    """Exit status, log and records of the steps of a training process."""
+    folder.mkdir()
+    config = json.loads((ROOT / "configs" / "gpt_101m_cpu.json").read_text())
+    config |= {"gradient_clipping": 0.0, "vertical_schedule": {"enabled": True, "host_memory_bytes": host_memory_bytes}}
+    for name in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][name]["nvme_path"] = str(folder / "swap")
+    config["zero_optimization"]["offload_param"] |= {"buffer_count": 4, "buffer_size": 512 * 64_000}
+    (folder / "ds.json").write_text(json.dumps(config))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = ["--deepspeed_config", str(folder / "ds.json"), "--model", "llama", "--steps", str(steps), "--seq", "8"]
+    words += ["--dims", *(f"{key}={json.dumps(value)}" for key, value in DIMS.items()), "--out", str(folder / "out")]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "train.py"), *words],
+        env=os.environ | ranks | {"DS_VERTICAL_METRICS": str(folder)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    metrics = folder / "rank0.jsonl"
+    records = metrics.read_text().splitlines() if metrics.exists() else []
+    return done.returncode, done.stdout + done.stderr, [json.loads(line) for line in records]
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_short", "count"),
+    [(None, False, 0), (8 << 30, False, 3), (8 << 30, True, 3 + 2 * 3)],
+    ids=["no limit", "limit", "short"],
+)
+def test_a_run_at_its_least_gives_freed_memory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None, is_short: bool, count: int
+) -> None:
+    """Ahead of the REDUCE of the last layer, of the first and of what is outside them; and where memory is short behind each
+    backward of an end of the model, of three micro-batches."""
+    if is_short:
+        lean = partial(replace, **memory_budget.LEAN)
+        monkeypatch.setattr(memory_budget, "with_room", lambda terms, _: lean(terms))
+    config = small_buffers(base_config(tmp_path, dtype="fp32", section={"host_memory_bytes": limit}))
+    batches, trimmed, trim = token_batches(2, 3), [], host.trim
+    with running(config, MixerModel, vertical=True) as (engine, _):
+        engine.train_batch(iter(batches[0]))  # with the self-check
+        monkeypatch.setattr(host, "trim", lambda: trimmed.append(trim()))
+        engine.train_batch(iter(batches[1]))
+    assert len(trimmed) == count
+
+
+def test_no_large_block_lies_in_the_heap_while_the_model_is_built(tmp_path: Path) -> None:
+    """Each of these is freed while small ones behind it are in use, which would leave a hole of its size."""
+    import ds_vertical
+
+    start_process_group()
+    ds_vertical.prepare(base_config(tmp_path / "swap"))
+    libc, num_bytes = ctypes.CDLL(None), 8 << 20
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    libc.free(libc.malloc(num_bytes))  # from then on blocks of this size would lie in the heap
+    before, blocks = host.resident_bytes(), []
+    for _ in range(20):
+        blocks.append((libc.malloc(num_bytes), libc.malloc(100)))
+        ctypes.memset(blocks[-1][0], 1, num_bytes)
+    for large, _ in blocks:
+        libc.free(large)
+    assert host.resident_bytes() < before + 2 * num_bytes
+    for _, small in blocks:
+        libc.free(small)
+
+
+def test_the_gradients_of_one_end_count_at_a_time() -> None:
+    """Those of the head have been added to their sum by the time that the embedding's are made."""
+    from planned_runs import Setting
+
+    setting = Setting("llama, small layers", "bf16", 0.0, 2)
+    found = setting.candidate(4e9)
+    assert found is not None
+    shape = setting.forecast(setting.config(found, 4e9)).shape
+    embedding, norm = 128 * 3001, 128
+    assert 2 * embedding <= shape.pre_elements <= 2 * embedding + 2 * norm
+    assert shape.freed.most == 2 * (embedding + norm) + 4 * embedding == shape.working_bytes
+    assert 0 < shape.freed.of_layers < shape.freed.most
+    assert found.shape.freed == shape.freed
+
+
+def test_what_is_faster_is_given_up_in_the_order_of_what_it_brings() -> None:
+    terms, taken = memory_budget.BudgetTerms(4, one_memory=True), {(True, True): 9, (False, True): 6, (False, False): 4}
+    for room, expected in ((9, (True, True)), (8, (False, True)), (5, (False, False)), (1, (False, False))):
+        found = memory_budget.with_room(terms, lambda each, room=room: taken[each.pairs, each.keeps_freed] <= room)
+        assert (found.pairs, found.keeps_freed) == expected
+
+
+@pytest.mark.slow
+def test_a_run_takes_what_the_least_says_and_no_more(tmp_path: Path) -> None:
+    _, refusal, _ = trained(tmp_path / "refused", 1, 1)
+    (least,) = set(re.findall(r'"vertical_schedule.host_memory_bytes": (\d+)', refusal))
+    status, log, records = trained(tmp_path / "least", int(least), 5)
+    assert status == 0, log[-3000:]
+    (total,) = re.findall(r"ds_vertical: host +total +([0-9.]+)$", log, re.M)
+    formula, peak = round(float(total) * MIB), records[-1]["peak_host_bytes"]
+    assert formula <= int(least)
+    assert 0.9 * formula - BELOW <= peak <= int(least), (formula, peak, least)
