@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ds_vertical import interrupts
 from ds_vertical.compat import accelerator, stock_config, striped_swapping, zero_params
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.config.acco import with_acco
@@ -83,12 +84,13 @@ def several_paths(config: Mapping[str, object]) -> list[str]:
 def _claim(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration with folders of this run in the place of its paths. Files in them lie on all SSDs from then on."""
     run_id, several = ranks.common_run_id(run_dir.new_run_id()), several_paths(config)
-    prepared = run_dir.claim_config(config, run_id, ranks.rank(), several)
-    if several:
-        folders = [Path(os.path.realpath(path)) / run_id for path in several]
-        prepared[SECTION]["nvme_paths"] = list(map(str, folders))
-        stripes.open_run(folders, machine_cache.shares_of(several))
-        striped_swapping.stripe_parameters()
+    with interrupts.deferred(firmly=True):  # whatever is claimed is known to `run_dir`, which gives it up at the process's end
+        prepared = run_dir.claim_config(config, run_id, ranks.rank(), several)
+        if several:
+            folders = [Path(os.path.realpath(path)) / run_id for path in several]
+            prepared[SECTION]["nvme_paths"] = list(map(str, folders))
+            stripes.open_run(folders, machine_cache.shares_of(several))
+            striped_swapping.stripe_parameters()
     return prepared
 
 
@@ -243,7 +245,7 @@ def initialize(
     if resolved is None or not resolved.enabled:
         returned = _initialize_stock(raw, resolved, args=args, **kwargs)
     else:
-        with ranks.collective_section("initialize"):
+        with interrupts.undone_if_cut(), ranks.collective_section("initialize"):
             returned = _initialize_vertical(raw, resolved, args=args, **kwargs)
     for folder in run_dir.claimed():
         make_run_private(folder)

@@ -1,0 +1,74 @@
+"""Interrupts while an engine is made, and while it is destroyed, at any function's boundary: neither leaves anything behind."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+from cut_setup import EndTrials, SetUpTrials, Whole, whole_run
+from cutting import CtrlC, Cut, Site, chosen
+
+KINDS = ("delayed", "memory", "everything", "two ssds")
+
+
+@cache
+def reference(kind: str) -> Whole:
+    with tempfile.TemporaryDirectory() as folder:
+        return whole_run(Path(folder) / "reference", kind)
+
+
+def share(kind: str, of: str) -> Counter[Site]:
+    """Of what a kind's engine passes, that which none of the kinds before it does."""
+    before = set().union(*(getattr(reference(each), of) for each in KINDS[: KINDS.index(kind)]))
+    found: Counter[Site] = getattr(reference(kind), of)
+    return Counter({site: number for site, number in found.items() if site not in before})
+
+
+def set_up(folder: Path, kind: str, cuts: list[Cut]) -> None:
+    with SetUpTrials(folder, kind, reference(kind)) as trials:
+        for cut in cuts:
+            trials.cut(cut)
+    print(f"initialize, {kind}: {len(cuts)} cuts, {sum(bool(cut.done) for cut in cuts)} reached: {trials}")
+    assert not trials.wrong, "\n".join(trials.wrong)
+    assert sum(bool(cut.done) for cut in cuts) > 0.85 * len(cuts), "most of them were to be reached"
+
+
+def end(folder: Path, kind: str, cuts: list[Cut]) -> None:
+    trials = EndTrials(folder, kind, reference(kind))
+    for cut in cuts:
+        trials.cut(cut)
+    print(f"destroy, {kind}: {len(cuts)} cuts, {sum(bool(cut.done) for cut in cuts)} reached: {trials}", *trials.torn, sep="\n")
+    assert not trials.wrong, "\n".join(trials.wrong)
+    assert sum(bool(cut.done) for cut in cuts) > 0.85 * len(cuts), "most of them were to be reached"
+
+
+def test_an_engine_whose_making_is_cut_anywhere(tmp_path: Path) -> None:
+    """From `prepare` to the end of `initialize`."""
+    made = reference("delayed").made
+    assert len(made) > 500, f"boundaries of functions are not seen: {len(made)}"
+    set_up(tmp_path / "ssd", "delayed", chosen(made, 8, CtrlC))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_whose_making_is_cut_everywhere(tmp_path: Path, kind: str) -> None:
+    set_up(tmp_path / "ssd", kind, chosen(share(kind, "made"), None, CtrlC))
+
+
+def test_an_engine_whose_end_is_cut_anywhere(tmp_path: Path) -> None:
+    ended = reference("delayed").ended
+    assert len(ended) > 100, f"boundaries of functions are not seen: {len(ended)}"
+    end(tmp_path / "ssd", "delayed", chosen(ended, 4, CtrlC))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_whose_end_is_cut_everywhere(tmp_path: Path, kind: str, again: bool) -> None:
+    """`again`: by Ctrl-C that comes a second time, and so does not wait."""
+    end(tmp_path / "ssd", kind, chosen(share(kind, "ended"), None, Cut if again else CtrlC))
