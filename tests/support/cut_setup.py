@@ -10,14 +10,14 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from cut_kinds import STEPS, make
 from cutting import Cut, Site, recorded
-from harness import digest, dispose, read_state, read_weights
+from harness import digest, dispose, forget_stock_globals, free_stock_buffers, read_state, read_weights
 from processes import status
 
 from ds_vertical import interrupts
@@ -99,14 +99,18 @@ def _descriptors() -> list[str]:
 
 
 def clean() -> None:
-    """Free what stock keeps of engines and models that nobody has any more; see `dispose`."""
-    from deepspeed.runtime import torch_autocast
-    from deepspeed.runtime.zero import parameter_offload, partition_parameters
-
-    parameter_offload.FWD_MODULE_STACK.clear()
-    partition_parameters.top_level_context = None
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    forget_stock_globals()
     gc.collect()
+
+
+def free_lost_buffers() -> None:
+    """Those of stock's swappers that are still there, of engines and models that nobody has any more."""
+    from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
+
+    objects = gc.get_objects()
+    whole = [each for each in objects if type(each) is AsyncPartitionedParameterSwapper and hasattr(each, "buffers")]
+    free_stock_buffers(whole, [each for each in objects if issubclass(type(each), OptimizerSwapper)])
 
 
 def give_up_folders() -> None:
@@ -176,21 +180,31 @@ def state_digest(engine: Any, model: Any) -> str:
 
 
 def whole_run(folder: Path, kind: str) -> Whole:
-    """Two of them: the first one imports, compiles and caches."""
+    """The second one: the first imports, compiles and caches."""
     folder.mkdir()
-    for _ in range(2):
-        with recorded() as made:
-            engine, model = make(kind, folder)
-        losses = train(engine)
-        with recorded() as ended:
-            engine.destroy()
-        files, found = files_in(folder), state_digest(engine, model)
-        dispose(engine)
-        del engine, model
-        give_up_folders()
-        clean()
+    _run_and_clean(folder, kind)
+    found = _run_and_clean(folder, kind)
     shutil.rmtree(folder)
-    return Whole(losses, files, found, Process.now(), made, ended)
+    return replace(found, process=Process.now())
+
+
+def _run_and_clean(folder: Path, kind: str) -> Whole:
+    found = _run(folder, kind)
+    give_up_folders()
+    clean()
+    return found
+
+
+def _run(folder: Path, kind: str) -> Whole:
+    """In a frame of its own, which has the last references to the engine."""
+    with recorded() as made:
+        engine, model = make(kind, folder)
+    losses = train(engine)
+    with recorded() as ended:
+        engine.destroy()
+    files, state = files_in(folder), state_digest(engine, model)
+    dispose(engine)
+    return Whole(losses, files, state, Process.now(), made, ended)
 
 
 class _Trials:
@@ -213,10 +227,15 @@ class _Trials:
             with cut:
                 call()
         except KeyboardInterrupt:
+            self.lost()
             return None
         except Exception as error:
+            self.lost()
             return f"{type(error).__name__} instead of the interrupt: {error}"
         return "the interrupt was lost" if cut.done else None
+
+    def lost(self) -> None:
+        """The call was cut; its frames are still there."""
 
     def left_behind(self) -> list[str]:
         give_up_folders()
@@ -251,6 +270,9 @@ class SetUpTrials(_Trials):
             self._pending.append(str(cut))
         if len(self._pending) == _MOST:
             self._end()
+
+    def lost(self) -> None:  # override
+        free_lost_buffers()
 
     def _end(self) -> None:
         names, self._pending = "; ".join(self._pending), []
