@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
+import forks
 import pytest
 from cut_setup import EndTrials, SetUpTrials, Whole, whole_run
 from cutting import CtrlC, Cut, Site, chosen
@@ -72,3 +75,12 @@ def test_an_engine_whose_end_is_cut_anywhere(tmp_path: Path) -> None:
 def test_an_engine_whose_end_is_cut_everywhere(tmp_path: Path, kind: str, again: bool) -> None:
     """`again`: by Ctrl-C that comes a second time, and so does not wait."""
     end(tmp_path / "ssd", kind, chosen(share(kind, "ended"), None, Cut if again else CtrlC))
+
+
+@pytest.mark.slow
+def test_a_patch_that_is_cut_everywhere(tmp_path: Path) -> None:
+    """A second call of it replaces what is to be replaced, once."""
+    worker = Path(__file__).parents[1] / "support" / "patch_cut_worker.py"
+    done = forks.run(tmp_path, [sys.executable, str(worker)], dict(os.environ), 300, engine=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
