@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import signal
 import sys
@@ -34,7 +35,7 @@ _SEAMS = (
     "torch.utils.checkpoint",
     "torch.distributed.distributed_c10d",
 )
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # SIGALRM is pytest's
 
 
 def functions() -> dict[str, object]:
@@ -121,11 +122,12 @@ def give_up_folders() -> None:
         folder.release()
 
 
-def files_in(folder: Path) -> dict[str, int]:
-    """By their names in the run's folder, with their bytes. Also those of a run's folder on another SSD."""
-    names = {path: path.relative_to(folder).parts for path in folder.rglob("*") if path.is_file() and not path.is_symlink()}
+def files_in(folder: Path, own: Own | None = None) -> list[tuple[str, int]]:
+    """The files of a run, by their names without numbers, with their bytes; `own`: others."""
     ids = {path.name for path in run_dir.claimed()}
-    return {"/".join(part for part in parts if part not in ids): path.stat().st_size for path, parts in names.items()}
+    paths = [path for path in folder.rglob("*") if path.is_file() and (own is None or path not in own.paths)]
+    names = {path: "/".join(part for part in path.relative_to(folder).parts if part not in ids) for path in paths}
+    return sorted((re.sub(r"\d+", "*", name), path.stat().st_size) for path, name in names.items())
 
 
 class Own:
@@ -134,27 +136,24 @@ class Own:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         (folder / "beside").mkdir(parents=True, exist_ok=True)
-        for path in self._paths:
+        for path in self.paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(path.name)
 
     @property
-    def _paths(self) -> list[Path]:
+    def paths(self) -> list[Path]:
+        """They."""
         return [self._folder / "mine.txt", self._folder / "results" / "rank0.txt", self._folder / "beside" / "mine"]
-
-    def has(self, name: str) -> bool:
-        """Whether a file below the folder is one of them."""
-        return self._folder / name in self._paths
 
     def check(self) -> list[str]:
         """What is missing, and what else there is once the runs have given up their folders."""
-        expected = {each for path in self._paths for each in (path, *path.parents) if each.is_relative_to(self._folder)}
+        expected = {each for path in self.paths for each in (path, *path.parents) if each.is_relative_to(self._folder)}
         found = {self._folder, *self._folder.rglob("*")}
         kept = [f"{path} is gone" for path in expected - found]
         return (
             kept
             + [f"{path} is left" for path in found - expected]
-            + [f"{path} was changed" for path in self._paths if path.exists() and path.read_text() != path.name]
+            + [f"{path} was changed" for path in self.paths if path.exists() and path.read_text() != path.name]
         )
 
 
@@ -164,7 +163,7 @@ class Whole:
     its making passes, and its end."""
 
     losses: list[float]
-    files: dict[str, int]
+    files: list[tuple[str, int]]
     digest: str
     process: Process
     made: Counter[Site]
@@ -326,9 +325,8 @@ class EndTrials(_Trials):
         fault = self.interrupted(cut, engine.destroy)
         faults += [] if fault is None else [fault]
         torn = said(engine.destroy)
-        found = {name: size for name, size in files_in(self._folder).items() if not self._own.has(name)}
-        if found != reference.files:
-            faults.append(f"files {sorted(set(found.items()) ^ set(reference.files.items()))}")
+        if (files := files_in(self._folder, self._own)) != reference.files:
+            faults.append(f"files {files}, without the cut {reference.files}")
         state: list[str] = []
         torn = torn or said(lambda: state.append(state_digest(engine, model)))
         if torn is None and state != [reference.digest]:

@@ -1,4 +1,4 @@
-"""Cuts `ds_vertical.patch()` at every boundary, each time in a fork of this process, calls it again and looks at what is replaced.
+"""Cuts `ds_vertical.patch()` at every boundary, each time in a fork, then calls it again and looks at what is replaced.
 
 Prints the number of cuts and of those that were reached, then a line for each fault.
 """
