@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +17,14 @@ from cut_setup import EndTrials, SetUpTrials, Whole, whole_run
 from cutting import CtrlC, Cut, Site, chosen
 
 KINDS = ("delayed", "memory", "everything", "two ssds")
+
+
+@pytest.fixture(autouse=True)
+def python_hears_ctrl_c() -> Iterator[None]:
+    """In the background of a shell it does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @cache
