@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,12 +81,16 @@ class Process:
             functions(),
         )
 
-    def changed(self, before: Process) -> list[str]:
-        """What is not as it was."""
-        names = [name for name in vars(self) if name != "functions" and getattr(self, name) != getattr(before, name)]
+    def changed(self, before: Process, names: Collection[str] | None = None) -> list[str]:
+        """What is not as it was. `names`: of what is looked at; None: all. Functions are always looked at."""
+        every = [name for name in vars(self) if name != "functions" and (names is None or name in names)]
+        names = [name for name in every if getattr(self, name) != getattr(before, name)]
         told = [f"{name}: {getattr(self, name)}, before {getattr(before, name)}" for name in names]
         missing = object()
         return told + [name for name, each in before.functions.items() if self.functions.get(name, missing) is not each]
+
+
+AT_ONCE = ("threads", "locked_kib", "handlers", "torch", "open_blocks")  # as it was while somebody holds the failed engine
 
 
 def _descriptors() -> list[str]:
@@ -225,16 +229,15 @@ class _Trials:
         try:
             with cut:
                 call()
-        except KeyboardInterrupt:
-            self.lost()
+        except KeyboardInterrupt as error:
+            self.keep(error)
             return None
         except Exception as error:
-            self.lost()
             return f"{type(error).__name__} instead of the interrupt: {error}"
         return "the interrupt was lost" if cut.done else None
 
-    def lost(self) -> None:
-        """The call was cut; its frames are still there."""
+    def keep(self, error: KeyboardInterrupt) -> None:
+        """As a notebook does, which has the last error, and with it all that the frames of the call have."""
 
     def left_behind(self) -> list[str]:
         give_up_folders()
@@ -249,6 +252,7 @@ class SetUpTrials(_Trials):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._pending: list[str] = []
+        self._errors: list[KeyboardInterrupt] = []
 
     def __enter__(self) -> SetUpTrials:
         return self
@@ -262,7 +266,7 @@ class SetUpTrials(_Trials):
         fault = self.interrupted(cut, lambda: made.append(make(self._kind, self._folder)[0]))
         while made:
             dispose(made.pop())
-        clean()
+        forget_stock_globals()
         if fault is not None:
             self.wrong.append(f"{cut}: {fault}")
         else:
@@ -270,8 +274,8 @@ class SetUpTrials(_Trials):
         if len(self._pending) == _MOST:
             self._end()
 
-    def lost(self) -> None:  # override
-        free_lost_buffers()
+    def keep(self, error: KeyboardInterrupt) -> None:  # override
+        self._errors.append(error)
 
     def _end(self) -> None:
         names, self._pending = "; ".join(self._pending), []
@@ -286,6 +290,14 @@ class SetUpTrials(_Trials):
             self.whole += num
 
     def _faults(self) -> list[str]:
+        free_lost_buffers()
+        faults = self._train_another()
+        faults += [f"while the errors are kept: {each}" for each in Process.now().changed(self._reference.process, AT_ONCE)]
+        self._errors.clear()
+        return faults + self.left_behind()
+
+    def _train_another(self) -> list[str]:
+        """In a frame of its own, which has the last references to the engine."""
         engine, model = make(self._kind, self._folder)
         try:
             faults = [] if train(engine) == self._reference.losses else ["other losses"]
@@ -293,8 +305,7 @@ class SetUpTrials(_Trials):
                 faults.append("weights, masters or moments differ")
         finally:
             dispose(engine)
-        del engine, model
-        return faults + self.left_behind()
+        return faults
 
 
 class EndTrials(_Trials):
