@@ -78,22 +78,6 @@ def take_back(first: int = 0) -> None:
         changes.pop()  # not before: an interrupt must not forget it
 
 
-class undone_if_cut:  # noqa: N801 - used as a function
-    """A context manager: where an error ends the block, the changes that it has registered and not undone are undone."""
-
-    def __init__(self) -> None:
-        self._first = num_open()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is not None:
-            with deferred(firmly=True):
-                end_generators(error)
-                take_back(self._first)
-
-
 def end_generators(error: BaseException | None) -> None:
     """End the context managers in an error's tracebacks that an interrupt has cut on their way in or out.
 

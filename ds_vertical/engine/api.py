@@ -5,6 +5,7 @@ What cannot be trained is refused here, before anything is allocated: the JSON, 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -242,14 +243,30 @@ def initialize(
     preflight.check_process(nvme_paths(raw))
     section = load_section(raw)
     resolved = resolve(section, torch.initial_seed()) if section is not None else None
-    if resolved is None or not resolved.enabled:
-        returned = _initialize_stock(raw, resolved, args=args, **kwargs)
-    else:
-        with interrupts.undone_if_cut(), ranks.collective_section("initialize"):
-            returned = _initialize_vertical(raw, resolved, args=args, **kwargs)
-    for folder in run_dir.claimed():
-        make_run_private(folder)
+    begun: list[VerticalEngine] = []
+    first_change = interrupts.num_open()
+    try:
+        if resolved is None or not resolved.enabled:
+            returned = _initialize_stock(raw, resolved, args=args, **kwargs)
+        else:
+            with ranks.collective_section("initialize"):
+                returned = _initialize_vertical(raw, resolved, begun, args=args, **kwargs)
+        for folder in run_dir.claimed():
+            make_run_private(folder)
+    except BaseException as error:
+        _give_back(begun, first_change, error)
+        raise
     return returned
+
+
+def _give_back(begun: list[VerticalEngine], first_change: int, error: BaseException) -> None:
+    """At once what engines have that nobody gets, though somebody may keep the error, and with it them: a notebook does."""
+    with interrupts.deferred(firmly=True):
+        interrupts.end_generators(error)
+        interrupts.take_back(first_change)
+        for engine in begun:
+            with contextlib.suppress(Exception):  # DeepSpeed's part may not be there yet; the first error is the cause
+                engine.destroy()
 
 
 def _initialize_stock(config: dict[str, Any], resolved: RunSettings | None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -276,7 +293,10 @@ def _slowest_report(config: Mapping[str, object]) -> machine_cache.MeasuredRepor
     return machine_cache.slowest_report(ranks.all_gathered(measured))
 
 
-def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+def _initialize_vertical(
+    config: dict[str, Any], resolved: RunSettings, begun: list[VerticalEngine], **kwargs: Any
+) -> tuple[Any, Any, Any, Any]:
+    """`begun`: gets the engine as soon as it is being made."""
     section = load_section(config)
     assert section is not None
     refuse_unfilled(config)
@@ -311,7 +331,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
         accelerator.log(f"ds_vertical: {line}")
     budget = _budget_of(forecast, host_bytes, left, planner)
     own = {"vertical": resolved, "layers": layers, "folder": run_folder(prepared), "budget": budget, "elastic": elastic}
-    with compat_engine.substituted_engine(partial(VerticalEngine, **own)):
+    with compat_engine.substituted_engine(partial(VerticalEngine, **own, begun=begun.append)):
         returned = compat_engine.stock_initialize(config=prepared, **kwargs)
     write_full_weights(returned[0])
     return returned

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,7 +40,8 @@ class VerticalEngine(CallableEngine):
     """DeepSpeed's engine with layer-major training: `train_batch`, `eval_batch`, and forward in evaluation mode.
 
     `vertical`: the resolved section. `folder`: of the run, on SSD; None: it has none. `budget`: what the memory check allows.
-    `elastic`: how many micro-batches each rank brings; None: all bring as many.
+    `elastic`: how many micro-batches each rank brings; None: all bring as many. `begun` gets the engine first of all: where its
+    construction fails, `destroy` gives back what it has.
     """
 
     optimizer: VerticalStage3
@@ -54,17 +55,14 @@ class VerticalEngine(CallableEngine):
         folder: Path | None,
         budget: HostBudget,
         elastic: ElasticCounts | None = None,
+        begun: Callable[[VerticalEngine], None] = lambda _: None,
         **kwargs: Any,
     ) -> None:
+        begun(self)
         self.vertical, self.layers, self.host_bytes, self._steps = vertical, layers, budget.needed, steps_of(vertical)
         self.tracer = open_tracer(vertical.trace)
-        try:
-            super().__init__(*args, **kwargs)
-            self._build(folder, budget, elastic)
-        except BaseException:
-            with contextlib.suppress(Exception):  # of DeepSpeed's part, where that is not there yet; the first error is raised
-                self.destroy()
-            raise
+        super().__init__(*args, **kwargs)
+        self._build(folder, budget, elastic)
 
     def _build(self, folder: Path | None, budget: HostBudget, elastic: ElasticCounts | None) -> None:
         """Make what a step works with. One by one: `destroy` closes the parts that there are, where the next one fails."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import forks
 import pytest
-from cut_setup import EndTrials, SetUpTrials, Whole, whole_run
+from cut_setup import EndTrials, SetUpTrials, Whole, is_over, whole_run
 from cutting import CtrlC, Cut, Site, chosen
 
 KINDS = ("delayed", "memory", "everything", "two ssds")
@@ -41,6 +41,7 @@ def share(kind: str, of: str) -> Counter[Site]:
 
 
 def set_up(folder: Path, kind: str, cuts: list[Cut]) -> None:
+    cuts = [cut for cut in cuts if not is_over(cut)]
     with SetUpTrials(folder, kind, reference(kind)) as trials:
         for cut in cuts:
             trials.cut(cut)

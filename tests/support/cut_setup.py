@@ -210,6 +210,11 @@ def _run(folder: Path, kind: str) -> Whole:
     return Whole(losses, files, state, Process.now(), made, ended)
 
 
+def is_over(cut: Cut) -> bool:
+    """Whether `initialize` has done all by then: the frame that gets the interrupt has the engine."""
+    return cut.site.function == "initialize" and cut.site.event == "return"
+
+
 class _Trials:
     """`whole`: how many went on with the same bits; `torn`: where the engine said that it cannot; `wrong`: all else."""
 
