@@ -190,7 +190,7 @@ def substituted_stage3(factory: Callable[..., Any]) -> Changed:
     return _substituted(stage3, "DeepSpeedZeroOptimizer_Stage3", factory)
 
 
-def _substituted(module: ModuleType, name: str, factory: Callable[..., Any]) -> Changed:
+def _substituted(module: ModuleType, name: str, factory: Callable[..., object]) -> Changed:
     """No generator: an interrupt must not put off the end of the block to another `initialize`."""
     stock = getattr(module, name)
     return Changed(lambda: setattr(module, name, stock), lambda: setattr(module, name, factory))

@@ -20,6 +20,7 @@ from torch import nn
 from ds_vertical import interrupts
 from ds_vertical.compat import accelerator, stock_config, striped_swapping, zero_params
 from ds_vertical.compat import engine as compat_engine
+from ds_vertical.compat.entry_points import Engines
 from ds_vertical.config.acco import with_acco
 from ds_vertical.config.cross_check import check, refuse_unfilled
 from ds_vertical.config.file import DeepSpeedJson, num_micro_batches, read_config
@@ -226,7 +227,7 @@ def initialize(
     config: dict[str, Any] | str | None = None,
     config_params: dict[str, Any] | str | None = None,
     **kwargs: Any,
-) -> tuple[Any, Any, Any, Any]:
+) -> Engines:
     """`deepspeed.initialize` with the same arguments and results, plus `train_batch` and `eval_batch` on the engine.
 
     With `vertical_schedule` in the configuration the engine is a VerticalEngine; with the section absent or
@@ -246,16 +247,23 @@ def initialize(
     begun: list[VerticalEngine] = []
     first_change = interrupts.num_open()
     try:
-        if resolved is None or not resolved.enabled:
-            returned = _initialize_stock(raw, resolved, args=args, **kwargs)
-        else:
-            with ranks.collective_section("initialize"):
-                returned = _initialize_vertical(raw, resolved, begun, args=args, **kwargs)
-        for folder in run_dir.claimed():
-            make_run_private(folder)
+        return _initialize_either(raw, resolved, begun, args=args, **kwargs)
     except BaseException as error:
         _give_back(begun, first_change, error)
         raise
+
+
+def _initialize_either(
+    config: dict[str, Any], resolved: RunSettings | None, begun: list[VerticalEngine], **kwargs: Any
+) -> Engines:
+    """The engine of one of the arms. `begun`: gets one of ours as soon as it is being made."""
+    if resolved is None or not resolved.enabled:
+        returned = _initialize_stock(config, resolved, **kwargs)
+    else:
+        with ranks.collective_section("initialize"):
+            returned = _initialize_vertical(config, resolved, begun, **kwargs)
+    for folder in run_dir.claimed():
+        make_run_private(folder)
     return returned
 
 
@@ -269,7 +277,7 @@ def _give_back(begun: list[VerticalEngine], first_change: int, error: BaseExcept
                 engine.destroy()
 
 
-def _initialize_stock(config: dict[str, Any], resolved: RunSettings | None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+def _initialize_stock(config: dict[str, Any], resolved: RunSettings | None, **kwargs: Any) -> Engines:
     if resolved is not None and isinstance(kwargs["model"], nn.Module):
         refuse_foreign_model(kwargs["model"], config)
         config = prepare(config)
@@ -293,10 +301,7 @@ def _slowest_report(config: Mapping[str, object]) -> machine_cache.MeasuredRepor
     return machine_cache.slowest_report(ranks.all_gathered(measured))
 
 
-def _initialize_vertical(
-    config: dict[str, Any], resolved: RunSettings, begun: list[VerticalEngine], **kwargs: Any
-) -> tuple[Any, Any, Any, Any]:
-    """`begun`: gets the engine as soon as it is being made."""
+def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, begun: list[VerticalEngine], **kwargs: Any) -> Engines:
     section = load_section(config)
     assert section is not None
     refuse_unfilled(config)
