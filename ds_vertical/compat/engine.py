@@ -9,6 +9,7 @@ from ds_vertical.compat import version  # noqa: F401 - refuses another DeepSpeed
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import deepspeed
@@ -179,23 +180,17 @@ def persistent_buffers(module: torch.nn.Module) -> set[str]:
 # ---- seams
 
 
-@contextlib.contextmanager
-def substituted_engine(factory: Callable[..., DeepSpeedEngine]) -> Iterator[None]:
+def substituted_engine(factory: Callable[..., DeepSpeedEngine]) -> Changed:
     """Within the block `deepspeed.initialize` builds its engine with `factory`."""
-    stock = deepspeed.DeepSpeedEngine
-    deepspeed.DeepSpeedEngine = factory  # type: ignore[assignment,misc]
-    try:
-        yield
-    finally:
-        deepspeed.DeepSpeedEngine = stock  # type: ignore[misc]
+    return _substituted(deepspeed, "DeepSpeedEngine", factory)
 
 
-@contextlib.contextmanager
-def substituted_stage3(factory: Callable[..., Any]) -> Iterator[None]:
+def substituted_stage3(factory: Callable[..., Any]) -> Changed:
     """Within the block the engine builds its ZeRO stage-3 optimizer with `factory`."""
-    stock = stage3.DeepSpeedZeroOptimizer_Stage3
-    stage3.DeepSpeedZeroOptimizer_Stage3 = factory  # type: ignore[assignment,misc]
-    try:
-        yield
-    finally:
-        stage3.DeepSpeedZeroOptimizer_Stage3 = stock  # type: ignore[misc]
+    return _substituted(stage3, "DeepSpeedZeroOptimizer_Stage3", factory)
+
+
+def _substituted(module: ModuleType, name: str, factory: Callable[..., object]) -> Changed:
+    """No generator: an interrupt must not put off the end of the block to another `initialize`."""
+    stock = getattr(module, name)
+    return Changed(lambda: setattr(module, name, stock), lambda: setattr(module, name, factory))

@@ -5,6 +5,7 @@ What cannot be trained is refused here, before anything is allocated: the JSON, 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,8 +17,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ds_vertical import interrupts
 from ds_vertical.compat import accelerator, stock_config, swap_handles, zero_params
 from ds_vertical.compat import engine as compat_engine
+from ds_vertical.compat.entry_points import Engines
 from ds_vertical.config.acco import with_acco
 from ds_vertical.config.cross_check import check, refuse_unfilled
 from ds_vertical.config.file import DeepSpeedJson, num_micro_batches, read_config
@@ -83,11 +86,12 @@ def several_paths(config: Mapping[str, object]) -> list[str]:
 def _claim(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration with folders of this run in the place of its paths. Files in them lie on all SSDs from then on."""
     run_id, several = ranks.common_run_id(run_dir.new_run_id()), several_paths(config)
-    prepared = run_dir.claim_config(config, run_id, ranks.rank(), several)
-    if several:
-        folders = [Path(os.path.realpath(path)) / run_id for path in several]
-        prepared[SECTION]["nvme_paths"] = list(map(str, folders))
-        stripes.open_run(folders, machine_cache.shares_of(several))
+    with interrupts.deferred(firmly=True):  # whatever is claimed is known to `run_dir`, which gives it up at the process's end
+        prepared = run_dir.claim_config(config, run_id, ranks.rank(), several)
+        if several:
+            folders = [Path(os.path.realpath(path)) / run_id for path in several]
+            prepared[SECTION]["nvme_paths"] = list(map(str, folders))
+            stripes.open_run(folders, machine_cache.shares_of(several))
     return prepared
 
 
@@ -225,7 +229,7 @@ def initialize(
     config: dict[str, Any] | str | None = None,
     config_params: dict[str, Any] | str | None = None,
     **kwargs: Any,
-) -> tuple[Any, Any, Any, Any]:
+) -> Engines:
     """`deepspeed.initialize` with the same arguments and results, plus `train_batch` and `eval_batch` on the engine.
 
     With `vertical_schedule` in the configuration the engine is a VerticalEngine; with the section absent or
@@ -242,17 +246,40 @@ def initialize(
     preflight.check_process(nvme_paths(raw))
     section = load_section(raw)
     resolved = resolve(section, torch.initial_seed()) if section is not None else None
+    begun: list[VerticalEngine] = []
+    first_change = interrupts.num_open()
+    try:
+        return _initialize_either(raw, resolved, begun, args=args, **kwargs)
+    except BaseException as error:
+        _give_back(begun, first_change, error)
+        raise
+
+
+def _initialize_either(
+    config: dict[str, Any], resolved: RunSettings | None, begun: list[VerticalEngine], **kwargs: Any
+) -> Engines:
+    """The engine of one of the arms. `begun`: gets one of ours as soon as it is being made."""
     if resolved is None or not resolved.enabled:
-        returned = _initialize_stock(raw, resolved, args=args, **kwargs)
+        returned = _initialize_stock(config, resolved, **kwargs)
     else:
         with ranks.collective_section("initialize"):
-            returned = _initialize_vertical(raw, resolved, args=args, **kwargs)
+            returned = _initialize_vertical(config, resolved, begun, **kwargs)
     for folder in run_dir.claimed():
         make_run_private(folder)
     return returned
 
 
-def _initialize_stock(config: dict[str, Any], resolved: RunSettings | None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+def _give_back(begun: list[VerticalEngine], first_change: int, error: BaseException) -> None:
+    """At once what engines have that nobody gets, though somebody may keep the error, and with it them: a notebook does."""
+    with interrupts.deferred(firmly=True):
+        interrupts.end_generators(error)
+        interrupts.take_back(first_change)
+        for engine in begun:
+            with contextlib.suppress(Exception):  # DeepSpeed's part may not be there yet; the first error is the cause
+                engine.destroy()
+
+
+def _initialize_stock(config: dict[str, Any], resolved: RunSettings | None, **kwargs: Any) -> Engines:
     if resolved is not None and isinstance(kwargs["model"], nn.Module):
         refuse_foreign_model(kwargs["model"], config)
         config = prepare(config)
@@ -276,7 +303,7 @@ def _slowest_report(config: Mapping[str, object]) -> machine_cache.MeasuredRepor
     return machine_cache.slowest_report(ranks.all_gathered(measured))
 
 
-def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, begun: list[VerticalEngine], **kwargs: Any) -> Engines:
     section = load_section(config)
     assert section is not None
     refuse_unfilled(config)
@@ -311,7 +338,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
         accelerator.log(f"ds_vertical: {line}")
     budget = _budget_of(forecast, host_bytes, left, planner)
     own = {"vertical": resolved, "layers": layers, "folder": run_folder(prepared), "budget": budget, "elastic": elastic}
-    with compat_engine.substituted_engine(partial(VerticalEngine, **own)):
+    with compat_engine.substituted_engine(partial(VerticalEngine, **own, begun=begun.append)):
         returned = compat_engine.stock_initialize(config=prepared, **kwargs)
     write_full_weights(returned[0])
     return returned

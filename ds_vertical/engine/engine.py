@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from ds_vertical import interrupts
 from ds_vertical.compat import accelerator, engine
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.elastic import ElasticCounts
@@ -40,7 +41,8 @@ class VerticalEngine(CallableEngine):
     """DeepSpeed's engine with layer-major training: `train_batch`, `eval_batch`, and forward in evaluation mode.
 
     `vertical`: the resolved section. `folder`: of the run, on SSD; None: it has none. `budget`: what the memory check allows.
-    `elastic`: how many micro-batches each rank brings; None: all bring as many.
+    `elastic`: how many micro-batches each rank brings; None: all bring as many. `begun` gets the engine first of all: where its
+    construction fails, `destroy` gives back what it has.
     """
 
     optimizer: VerticalStage3
@@ -54,23 +56,32 @@ class VerticalEngine(CallableEngine):
         folder: Path | None,
         budget: HostBudget,
         elastic: ElasticCounts | None = None,
+        begun: Callable[[VerticalEngine], None] = lambda _: None,
         **kwargs: Any,
     ) -> None:
+        begun(self)
         self.vertical, self.layers, self.host_bytes, self._steps = vertical, layers, budget.needed, steps_of(vertical)
         self.tracer = open_tracer(vertical.trace)
         super().__init__(*args, **kwargs)
+        self._build(folder, budget, elastic)
+
+    def _build(self, folder: Path | None, budget: HostBudget, elastic: ElasticCounts | None) -> None:
+        """Make what a step works with. One by one: `destroy` closes the parts that there are, where the next one fails."""
+        vertical, layers = self.vertical, self.layers
         progress = self._meter(folder, elastic)
         made_of = self.module, self.optimizer, vertical, layers, self.tracer, engine.aio_config(self)
         assembly = Assembly(*made_of, self._steps, elastic)
-        assembly.give_memory_back()
-        self._params = assembly.open_params()  # one by one: `destroy` closes those that there are, where the next one fails
-        assembly.start_pipeline(self._params)
-        self._gradients = assembly.open_gradients(budget)
-        self._activations = assembly.open_activations(folder, budget.left)
-        self._keeping = assembly.open_keeping(budget.planner, folder, budget.left, self._activations)
+        with interrupts.deferred(firmly=True):  # nothing is locked or started that `destroy` would not find
+            assembly.give_memory_back()
+            self._params = assembly.open_params()
+            assembly.start_pipeline(self._params)
+            self._gradients = assembly.open_gradients(budget)
+            self._activations = assembly.open_activations(folder, budget.left)
+            self._keeping = assembly.open_keeping(budget.planner, folder, budget.left, self._activations)
         if vertical.on_signal is not None:
             shared_dir.check_at_start(Path(vertical.on_signal.save_dir), self.use_node_local_storage())
         self._stopping = Stopping(vertical.on_signal, self.optimizer.timing)
+        self._stopping.listen()
         self._state = assembly.watch_state()
         self._runner = assembly.new_runner(self._params, self._activations, self._stopping, self._state, budget.left)
         made = self._params, self._gradients, self._activations, self._keeping, self._state, self._runner
@@ -147,15 +158,15 @@ class VerticalEngine(CallableEngine):
             self.optimizer.flush()
 
     def destroy(self) -> None:
-        """As DeepSpeed's, and give the host buffers back. Calling it twice is harmless."""
+        """As DeepSpeed's, and give the host buffers back. Signals wait until it is over. Calling it twice is harmless."""
         if (calls := getattr(getattr(self, "optimizer", None), "calls", None)) is not None:
             calls.check_process("destroy")
-        if (three_calls := getattr(self, "_three_calls", None)) is not None:
-            three_calls.close()
+        if (stopping := getattr(self, "_stopping", None)) is not None:
+            stopping.close()  # first: what it puts back is what waits for signals then
         params = getattr(self, "_params", None)  # absent where the engine's construction failed
         stores = [getattr(self, name, None) for name in ("_activations", "_keeping")]
-        stopping = getattr(self, "_stopping", None)
-        with contextlib.ExitStack() as cleanup:  # each is called, the last one first, whatever another one raises
+        with interrupts.deferred(firmly=True), contextlib.ExitStack() as cleanup:
+            # each is called, the last one first, whatever another one raises
             cleanup.callback(super().destroy)
             if params is not None:
                 cleanup.callback(params.close)
@@ -164,8 +175,8 @@ class VerticalEngine(CallableEngine):
             for store in stores:
                 if store is not None:
                     cleanup.callback(store.close)
-            if stopping is not None:
-                cleanup.callback(stopping.close)
+            if (three_calls := getattr(self, "_three_calls", None)) is not None:
+                cleanup.callback(three_calls.close)
 
     @property
     def param_store(self) -> ParamStore:

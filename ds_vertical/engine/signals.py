@@ -52,7 +52,8 @@ class Stopping:
     """What one engine does when it is asked to stop. `on_signal`: the section's (None: handlers stay as they are).
     `timing`: whether a step can be left.
 
-    Handlers that somebody has set before are called as well, and put back by `close`; one that is set later replaces these.
+    It hears signals from `listen` on. Handlers that somebody has set before are called as well, and put back by `close`; one
+    that is set later replaces these.
     """
 
     def __init__(self, on_signal: SignalSettings | None, timing: StepTiming) -> None:
@@ -66,12 +67,19 @@ class Stopping:
         self._asked_at = 0.0
         self._before: dict[int, Any] = {}
         self._closed = False
-        if on_signal is not None and not _in_main_thread():
+
+    def listen(self) -> None:
+        """Hear signals from now on. The caller has a reference already: `close` ends what an interrupt has cut."""
+        if self._wanted is None:
+            return
+        if not _in_main_thread():
             accelerator.log(
                 "ds_vertical: warning: vertical_schedule.on_signal: only an engine built in the main thread hears signals"
             )
-        elif on_signal is not None:
-            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+            return
+        for number in _SIGNALS:
+            self._before[number] = signal.getsignal(number)  # before it is replaced: a handler must not be forgotten
+            signal.signal(number, self._note)
 
     def close(self) -> None:
         """Put back the handlers that were there; where somebody has set another one since, which may put this one back, hand

@@ -153,7 +153,9 @@ def test_a_signal_before_the_batches_end_is_obeyed_at_their_end(tmp_path: Path) 
 
 def stopping_in(folder: str) -> Stopping:
     start_process_group()
-    return Stopping(SignalSettings(folder, None), StepTiming(None, None, certain=True, in_files=True))
+    made = Stopping(SignalSettings(folder, None), StepTiming(None, None, certain=True, in_files=True))
+    made.listen()
+    return made
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ class Cut:
                 left -= 1
                 if left == 0:
                     self.done = True
-                    raise self._error()
+                    self._interrupt(frame)
 
         sys.setprofile(hook)
         return self
@@ -110,10 +110,21 @@ class Cut:
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
 
+    def _interrupt(self, _: FrameType) -> None:
+        raise self._error()
 
-def chosen(found: Counter[Site], count: int | None = None) -> list[Cut]:
+
+class CtrlC(Cut):
+    """As `Cut`, by the handler of SIGINT that is there: where signals wait (`deferred`), it waits, too."""
+
+    def _interrupt(self, frame: FrameType) -> None:  # override
+        handler: Any = signal.getsignal(signal.SIGINT)
+        handler(signal.SIGINT, frame)
+
+
+def chosen(found: Counter[Site], count: int | None = None, kind: type[Cut] = Cut) -> list[Cut]:
     """The first and the last time that each site is passed; `count` of them, evenly spread, where not all are wanted."""
-    cuts = [Cut(site, number) for site in found for number in sorted({1, found[site]})]
+    cuts = [kind(site, number) for site in found for number in sorted({1, found[site]})]
     return cuts if count is None else [cuts[index * len(cuts) // count] for index in range(count)]
 
 

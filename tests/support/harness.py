@@ -15,7 +15,7 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -216,25 +216,34 @@ _disposed = itertools.count(1)
 
 def dispose(engine: Any) -> None:
     """Destroy an engine and drop what stock keeps alive of it: a global stack of modules, and so all its locked buffers."""
-    from deepspeed.runtime import torch_autocast
-    from deepspeed.runtime.zero import parameter_offload, partition_parameters
-
     swappers = {id(s): s for p in engine.module.parameters() if (s := getattr(p, "nvme_swapper", None)) is not None}
     state_swapper = engine.optimizer.optimizer_swapper
     engine.destroy()
-    for swapper in swappers.values():
+    free_stock_buffers(swappers.values(), [] if state_swapper is None else [state_swapper])
+    forget_stock_globals()
+    if next(_disposed) % 10 == 0:  # with transformers loaded a collection takes half a second
+        gc.collect()
+
+
+def free_stock_buffers(of_parameters: Iterable[Any], of_state: Iterable[Any]) -> None:
+    """Those that its swappers have locked."""
+    for swapper in of_parameters:
         swapper.aio_read_handle.free_cpu_locked_tensor(swapper.buffers)
         if swapper.partitioned_swap_buffer is not None:
             swapper.aio_write_handle.free_cpu_locked_tensor(swapper.partitioned_swap_buffer)
-    if state_swapper is not None:
-        for buffer in state_swapper.swap_buffer_manager.all_buffers:
-            state_swapper.aio_handle.free_cpu_locked_tensor(buffer)
-        state_swapper.swap_buffer_manager.all_buffers = []  # it would free them once more, perhaps under a new owner
+    for swapper in of_state:
+        for buffer in swapper.swap_buffer_manager.all_buffers:
+            swapper.aio_handle.free_cpu_locked_tensor(buffer)
+        swapper.swap_buffer_manager.all_buffers = []  # it would free them once more, perhaps under a new owner
+
+
+def forget_stock_globals() -> None:
+    from deepspeed.runtime import torch_autocast
+    from deepspeed.runtime.zero import parameter_offload, partition_parameters
+
     parameter_offload.FWD_MODULE_STACK.clear()
     partition_parameters.top_level_context = None
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
-    if next(_disposed) % 10 == 0:  # with transformers loaded a collection takes half a second
-        gc.collect()
 
 
 def run_both(config: dict[str, Any], build: Callable[[], nn.Module], batches: Batches, **options: Any) -> tuple[Run, Run]:

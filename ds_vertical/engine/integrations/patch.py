@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_vertical import interrupts
 from ds_vertical.compat import accelerator, entry_points, zero_params
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.compat.engine import DeepSpeedEngine
@@ -43,12 +44,13 @@ def patch() -> None:
     """
     if entry_points.is_replaced():
         return
-    when_imported("transformers.trainer", lambda: bridge_trainers(trainer.bridge))
-    when_imported("accelerate.data_loader", accelerate.see_accelerate_loaders)
-    three_calls.see_torch_loaders()
-    if accelerator.is_one_memory():
-        keep_cores_for_this_thread()  # ahead of the first collective, which may be Accelerate's
-    entry_points.replace(_initialize, _config_of_init)
+    with interrupts.deferred(firmly=True):  # all of it or nothing
+        when_imported("transformers.trainer", lambda: bridge_trainers(trainer.bridge))
+        when_imported("accelerate.data_loader", accelerate.see_accelerate_loaders)
+        three_calls.see_torch_loaders()
+        if accelerator.is_one_memory():
+            keep_cores_for_this_thread()  # ahead of the first collective, which may be Accelerate's
+        entry_points.replace(_initialize, _config_of_init)
 
 
 def _initialize(**arguments: Any) -> entry_points.Engines:
