@@ -135,7 +135,7 @@ def _attributes(owner: object) -> Iterator[str]:
     for cls in owner.__mro__ if isinstance(owner, type) else ():
         for member in vars(cls).values():
             function = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
-            function = _wrapped(function) or function
+            function = inspect.unwrap(_wrapped(function) or function)  # those of our own wrapper are none of DeepSpeed's
             if isinstance(code := getattr(function, "__code__", None), CodeType):
                 yield from _names(code)
 

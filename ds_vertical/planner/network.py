@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.machine import Machine
@@ -88,11 +88,6 @@ class Network:
                 f"network: copy_ranks {self.w} and sum_ranks {self.g} do not fit {self.num_nodes} nodes of"
                 f" {self.ranks_per_node} ranks; copy_ranks divides the other two, sum_ranks all ranks"
             )
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """From `dataclasses.asdict` in JSON, which has no tuples."""
-        return cls(**{**fields, "gradient_bytes": tuple(fields["gradient_bytes"])})
 
     @property
     def w(self) -> int:
@@ -181,6 +176,11 @@ class Network:
         within, across = (near - 1) * num_bytes, (width - near) * num_bytes * ranks
         first = _hop("net_local", within, within * ranks, rounded)
         return first + _hop("net_cross", across, across, 0.0 if first else rounded)
+
+
+def network_from_json(fields: Mapping[str, Any]) -> Network:
+    """From `dataclasses.asdict` in JSON, which has no tuples."""
+    return Network(**{**fields, "gradient_bytes": tuple(fields["gradient_bytes"])})
 
 
 def other_networks(network: Network, what: Literal["ranks", "copies", "bits"]) -> Iterator[Network]:

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, Self
 from ds_vertical.planner.closed_forms import Traffic, kept_layers, vertical_traffic
 from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint
 from ds_vertical.planner.model_shape import ModelShape, SufShape, state_read
-from ds_vertical.planner.network import Network
+from ds_vertical.planner.network import Network, network_from_json
 from ds_vertical.schedule.events import DELAYED, Op, Schedule
 from ds_vertical.types import HOLDING, PRE, SHARE_NAMES, SUF, ActivationPolicy, Placement, TensorKind, Tier, Unit
 
@@ -252,7 +252,7 @@ def read_account(folder: Path) -> Account | None:
         for name in _BY_UNIT:
             fields[name] = {unit if unit in (PRE, SUF) else int(unit): count for unit, count in fields.get(name, {}).items()}
         fields["apart"] = tuple(fields.get("apart", ()))
-        fields["network"] = Network.from_json(found) if (found := fields.get("network")) else None
+        fields["network"] = network_from_json(found) if (found := fields.get("network")) else None
         return Account(RunInfo(**fields), tuple(_steps(lines)))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: no account of a run: {error}") from error

@@ -20,7 +20,7 @@ from places import SUPPORT
 from processes import start_ranks
 
 from ds_vertical.errors import CheckpointError
-from ds_vertical.planner.network import Network
+from ds_vertical.planner.network import Network, network_from_json
 
 WORKER = Path(rank_worker.__file__)
 TOLERANCE = 1e-6  # fp32, relative per tensor (the numerics contract)
@@ -241,7 +241,7 @@ def test_the_first_rank_alone_says_how_the_steps_go(fp32: TwoRanks) -> None:
 
 
 def test_a_runs_account_says_how_its_ranks_lie_on_hosts(fp32: TwoRanks) -> None:
-    assert [Network.from_json(rank["watched"]["network"]) for rank in fp32.ranks] == [Network(1, 2, reduces_twice=True)] * 2
+    assert [network_from_json(rank["watched"]["network"]) for rank in fp32.ranks] == [Network(1, 2, reduces_twice=True)] * 2
 
 
 def test_a_user_writes_state_that_ranks_share_unequally(fp32: TwoRanks) -> None:

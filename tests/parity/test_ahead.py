@@ -83,7 +83,7 @@ def test_reads_for_the_next_step_are_issued_before_train_batch_returns_and_once(
             expected = {
                 os.path.basename(shard.paths[shard.generation]) for u in ahead for shard in engine._params.files.by_unit[u]
             }
-            assert {os.path.basename(path).decode() for _, _, path, _ in reads.left.values()} == expected
+            assert {os.path.basename(path).decode() for _, _, path, *_ in reads.left.values()} == expected
             before = len(reads.issued) - len(reads.left)  # what is under way belongs to the next step
             step(engine, number)
             issued = reads.issued[before : len(reads.issued) - len(reads.left)]

@@ -121,7 +121,7 @@ def free_lost_buffers() -> None:
 def give_up_folders() -> None:
     """As at the process's end."""
     for path in run_dir.claimed():
-        folder = run_dir.claimed_at(path)
+        folder = run_dir.owned(path)
         assert folder is not None
         folder.release()
 

@@ -147,9 +147,8 @@ def parse(arguments: Sequence[str]) -> AbPlan:
         raise ConfigError(f"{disk_limit.OPTION}: {options.config} keeps nothing on SSD (no nvme_path); leave the option out")
     for nvme_path in ssd_folders(arms.vertical) if limit else []:
         disk_limit.disk_of(nvme_path)  # refused before --out is made
-    out = ab_folder.take(options.out or Path("runs", f"ab-{datetime.datetime.now():%Y%m%d-%H%M%S}"))
-    if hosts is not None:
-        hosts.check_shared(out)
+    links = _links(options)
+    out = _take_folder(options, hosts)
     return AbPlan(
         arms=arms,
         config=options.config,
@@ -164,7 +163,7 @@ def parse(arguments: Sequence[str]) -> AbPlan:
         with_stock=not options.vertical_only,
         with_trace=options.trace,
         machine=slowest_report([efficiency.read_machine(path) for path in options.machine]),
-        links=_links(options),
+        links=links,
         with_bound=not options.no_bound and (hosts is None or bool(options.machine)),
         with_local_rank=not options.no_local_rank,
         hosts=hosts,
@@ -192,6 +191,14 @@ def _hosts(options: argparse.Namespace) -> Hosts | None:
             " limits` there: the slowest rates count"
         )
     return hosts
+
+
+def _take_folder(options: argparse.Namespace, hosts: Hosts | None) -> Path:
+    """Where the results go, made. Raises ConfigError where the hosts do not share it."""
+    out = ab_folder.take(options.out or Path("runs", f"ab-{datetime.datetime.now():%Y%m%d-%H%M%S}"))
+    if hosts is not None:
+        hosts.check_shared(out)
+    return out
 
 
 def _links(options: argparse.Namespace) -> Mapping[str, float] | None:

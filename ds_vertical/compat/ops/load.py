@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_vertical.compat.ops import cache
@@ -58,11 +59,11 @@ class OwnOp:
         builder.cxx_args = lambda: [*stock_flags(), *self.flags]
         return builder
 
-    def load(self) -> Any:
+    def load(self) -> ModuleType:
         """The compiled module. Raises RuntimeError, with `otherwise`, where it cannot be compiled; ConfigError."""
         cache.activate()
         try:
-            return self.builder().load(verbose=False)
+            module: ModuleType = self.builder().load(verbose=False)
         except ConfigError:
             raise
         except Exception as error:
@@ -71,8 +72,9 @@ class OwnOp:
                 f" {str(error).partition(chr(10))[0]}); {self.otherwise}; the compiler's words are above,"
                 " `ds-vertical build-ops` tries again"
             ) from error
+        return module
 
-    def load_or_warn(self) -> Any | None:
+    def load_or_warn(self) -> ModuleType | None:
         """As `load`. None, and a RuntimeWarning, where it cannot be compiled. Raises ConfigError."""
         try:
             return self.load()
@@ -241,7 +243,7 @@ def free_adam() -> AdamModule:
     Where our binding cannot be compiled a RuntimeWarning says so, and DeepSpeed's is used in pieces. Raises what
     DeepSpeed raises where its own op cannot be had either.
     """
-    module: AdamModule | None = FREE_ADAM.load_or_warn()
+    module: Any = FREE_ADAM.load_or_warn()
     if module is None:
         stock: Any = _stock_builder("CPUAdamBuilder").load(verbose=False)
         module = PiecewiseAdam(stock)
@@ -264,7 +266,7 @@ def checked_aio() -> AioModule:
 
     Raises RuntimeError where it cannot be compiled (libaio's headers are missing, as DeepSpeed's own op says then).
     """
-    module: AioModule = CHECKED_AIO.load()
+    module: Any = CHECKED_AIO.load()
     return module
 
 
@@ -313,7 +315,7 @@ class QuantizeModule(Protocol):
 @functools.cache
 def block_quantizer() -> QuantizeModule | None:
     """The compiled kernel. None where it cannot be compiled, as a RuntimeWarning says: torch gives the same bits then."""
-    module: QuantizeModule | None = BLOCK_QUANTIZE.load_or_warn()
+    module: Any = BLOCK_QUANTIZE.load_or_warn()
     return module
 
 
@@ -347,5 +349,5 @@ class HalvesModule(Protocol):
 @functools.cache
 def master_halves() -> HalvesModule | None:
     """The compiled kernel. None where it cannot be compiled, as a RuntimeWarning says: torch gives the same bits then."""
-    module: HalvesModule | None = MASTER_HALVES.load_or_warn()
+    module: Any = MASTER_HALVES.load_or_warn()
     return module
