@@ -59,18 +59,19 @@ class HeldHandle(WrappedHandle):
         with files.naming(path, "read"), os.fdopen(held_folders.open_file(path), "rb", buffering=0) as file:
             if (num_bytes := os.fstat(file.fileno()).st_size) < offset + buffer.nbytes:
                 raise OSError(errno.ENODATA, f"the file ends at byte {num_bytes} of {offset + buffer.nbytes}")
-            return _start(self._handle.async_pread, buffer, file.fileno(), os.O_RDONLY, offset)
+            opened = held_folders.by_descriptor(file.fileno())
+            return _start(self._handle.async_pread, buffer, opened, os.O_RDONLY, offset)
 
     def async_pwrite(self, buffer: torch.Tensor, path: str, offset: int) -> int:
         """Start to write a 1-d tensor to a file from `offset` on; makes the file. Returns 0. Raises StorageError."""
         flags = os.O_WRONLY | os.O_CREAT
         with files.naming(path, "write"), os.fdopen(held_folders.open_file(path, flags), "wb", buffering=0) as file:
-            return _start(self._handle.async_pwrite, buffer, file.fileno(), os.O_WRONLY, offset)
+            opened = held_folders.by_descriptor(file.fileno())
+            return _start(self._handle.async_pwrite, buffer, opened, os.O_WRONLY, offset)
 
 
-def _start(transfer: Callable[[torch.Tensor, str, int], int], buffer: torch.Tensor, fd: int, flags: int, offset: int) -> int:
+def _start(transfer: Callable[[torch.Tensor, str, int], int], buffer: torch.Tensor, path: str, flags: int, offset: int) -> int:
     """Let DeepSpeed's handle open a file once more, and start a transfer. Raises OSError where it returns -1 instead of 0."""
-    path = held_folders.by_descriptor(fd)
     if transfer(buffer, path, offset):
         os.close(os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC))  # raises what DeepSpeed has met
         raise OSError(errno.EINVAL, f"DeepSpeed's asynchronous I/O does not take {buffer.nbytes} bytes at offset {offset}")

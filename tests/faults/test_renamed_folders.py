@@ -16,6 +16,7 @@ from harness import contents, differing, running
 from resuming import CLIP, Tensors, config_in, loaded, model_of, train
 from run_owners import digest
 
+from ds_vertical.errors import StorageError
 from ds_vertical.io.runs import run_dir
 
 EVERYTHING_ON_SSD = {"device": "ssd", "keep": "everything", "keep_device": "ssd"}
@@ -153,3 +154,29 @@ def test_a_model_is_built_and_prepared_in_its_own_folder(
         assert train(engine, range(4)) == expected[0]
         assert differing(contents(engine, model), expected[1]) == []
     neighbour.assert_unharmed()
+
+
+@pytest.mark.parametrize(
+    ("name", "when"), [("zero_stage_3", "model"), ("zero_stage_3/optimizer", "engine")], ids=["model", "engine"]
+)
+def test_a_link_in_the_place_of_deepspeeds_folders_is_refused(tmp_path: Path, name: str, when: str) -> None:
+    """Ahead of its first use. DeepSpeed deletes and makes its folders by path."""
+    ssd, outside = tmp_path / "ssd0", tmp_path / "outside"
+    for inner in ("float32params", "bfloat16params", "float16params", "optimizer"):
+        (outside / inner / "rank0").mkdir(parents=True)
+        (outside / inner / "rank0" / "thesis.tex").write_text("mine")
+    before = digest(outside)
+
+    def build() -> torch.nn.Module:
+        model = model_of() if when == "engine" else None
+        (run,) = (path for path in run_dir.claimed() if path.parent == ssd.resolve())
+        (run / name).symlink_to(outside)
+        return model or model_of()
+
+    with (
+        pytest.raises(StorageError, match=f"/{name}.*: make the folder: .*a file or a link is where a folder belongs"),
+        running(config_of(tmp_path), build, vertical=True),
+    ):
+        pass
+    assert digest(outside) == before
+    release(ssd)
