@@ -3,19 +3,22 @@ same names and sizes: the run goes on in its own, with its bits, and nothing of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
-from harness import contents, differing, running
+from harness import contents, differing, running, start_process_group
 from resuming import CLIP, Tensors, config_in, loaded, model_of, train
 from run_owners import digest
 
+import ds_vertical
 from ds_vertical.errors import StorageError
 from ds_vertical.io.runs import run_dir
 
@@ -156,27 +159,45 @@ def test_a_model_is_built_and_prepared_in_its_own_folder(
     neighbour.assert_unharmed()
 
 
-@pytest.mark.parametrize(
-    ("name", "when"), [("zero_stage_3", "model"), ("zero_stage_3/optimizer", "engine")], ids=["model", "engine"]
-)
-def test_a_link_in_the_place_of_deepspeeds_folders_is_refused(tmp_path: Path, name: str, when: str) -> None:
-    """Ahead of its first use. DeepSpeed deletes and makes its folders by path."""
-    ssd, outside = tmp_path / "ssd0", tmp_path / "outside"
-    for inner in ("float32params", "bfloat16params", "float16params", "optimizer"):
-        (outside / inner / "rank0").mkdir(parents=True)
-        (outside / inner / "rank0" / "thesis.tex").write_text("mine")
-    before = digest(outside)
+class Outside:
+    """Somebody's folder, with the names in it that DeepSpeed's have, and a link to it in the place of one of the run's."""
+
+    def __init__(self, root: Path, place: str) -> None:
+        self.ssd, self.folder, self.place = root / "ssd0", root / "outside", place
+        for inner in ("fp32", "bf16", "float32params", "bfloat16params", "optimizer"):
+            (self.folder / inner / "rank0").mkdir(parents=True)
+            (self.folder / inner / "rank0" / "thesis.tex").write_text("mine")
+        self.before = digest(self.folder)
+
+    def link(self) -> None:
+        (run,) = (path for path in run_dir.claimed() if path.parent == self.ssd.resolve())
+        (run / self.place).symlink_to(self.folder)
+
+    @contextlib.contextmanager
+    def refused(self) -> Iterator[None]:
+        told = f"/{self.place}.*: make the folder: .*a file or a link is where a folder belongs"
+        with pytest.raises(StorageError, match=told):
+            yield
+        assert digest(self.folder) == self.before
+        release(self.ssd)
+
+
+def test_a_link_where_zero_init_makes_its_folder_is_refused(tmp_path: Path) -> None:
+    """DeepSpeed deletes and makes it by path."""
+    start_process_group()
+    outside = Outside(tmp_path, "zero_stage_3")
+    prepared = ds_vertical.prepare(config_of(tmp_path))
+    outside.link()
+    with outside.refused():
+        deepspeed.zero.Init(config_dict_or_path=prepared)
+
+
+def test_a_link_where_the_optimizer_makes_its_folder_is_refused(tmp_path: Path) -> None:
+    outside = Outside(tmp_path, "zero_stage_3/optimizer")
 
     def build() -> torch.nn.Module:
-        model = model_of() if when == "engine" else None
-        (run,) = (path for path in run_dir.claimed() if path.parent == ssd.resolve())
-        (run / name).symlink_to(outside)
-        return model or model_of()
+        outside.link()
+        return model_of()
 
-    with (
-        pytest.raises(StorageError, match=f"/{name}.*: make the folder: .*a file or a link is where a folder belongs"),
-        running(config_of(tmp_path), build, vertical=True),
-    ):
+    with outside.refused(), running(config_of(tmp_path), build, vertical=True):
         pass
-    assert digest(outside) == before
-    release(ssd)
