@@ -245,9 +245,10 @@ READ: Final[Mapping[str, Rows]] = {
     ),
     OPTIMIZER_SWAPPER: (
         ("compat.zero_optimizer", "swap_folder swap_element_size"),
-        ("compat.swap_handles", "aio_handle aio_config swap_folder"),
+        ("compat.swap_handles", "aio_handle aio_config gradient_swapper swap_config swap_folder"),
         ("compat.swap_buffers", "swap_buffer_manager"),
     ),
+    "deepspeed.runtime.swap_tensor.async_swapper:AsyncTensorSwapper": (("compat.swap_handles", "aio_handle"),),
     "deepspeed.runtime.swap_tensor.utils:SwapBufferManager": (("compat.swap_buffers", "all_buffers free_buffer_index"),),
     PARAMETER_SWAPPER: (
         ("compat.zero_params", "id_to_path swap_folder swap_element_size min_aio_bytes"),

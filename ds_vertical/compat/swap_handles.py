@@ -4,7 +4,10 @@
 DeepSpeed's swappers give the path of a whole file to a handle of asynchronous I/O, whose C++ looks it up from the root. Another
 folder may be there by then: see `io.runs.held_folders`. So `HeldHandle` stands in the handle's place, and gives it the file
 that it has opened itself. Where the run has several SSDs it is `StripedHandle`, which moves the bytes through a queue of ours:
-that knows where they are (`io.runs.stripes`). The swappers make their folders below the descriptor of the run's folder.
+that knows where they are (`io.runs.stripes`).
+
+At set-up a swapper deletes and makes its folder by path, through whatever links stand there. So it is given the path of
+another, empty folder, `set_up_below`, and the folder in the run's is made and held here, without following links.
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ from ds_vertical.compat import version  # noqa: F401 - refuses another DeepSpeed
 
 # isort: split
 
+import contextlib
 import errno
 import functools
 import os
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -26,7 +32,7 @@ from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerC
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_vertical.compat.ops.load import new_disk_queue
-from ds_vertical.io import files
+from ds_vertical.io import files, remove_tree
 from ds_vertical.io.aio import ALIGNMENT_BYTES, DiskQueue, Transfer
 from ds_vertical.io.runs import held_folders, stripes
 from ds_vertical.io.runs.held_folders import HeldTree
@@ -53,13 +59,23 @@ class HeldHandle(WrappedHandle):
         with files.naming(path, "read"), os.fdopen(held_folders.open_file(path), "rb", buffering=0) as file:
             if (num_bytes := os.fstat(file.fileno()).st_size) < offset + buffer.nbytes:
                 raise OSError(errno.ENODATA, f"the file ends at byte {num_bytes} of {offset + buffer.nbytes}")
-            return self._handle.async_pread(buffer, held_folders.by_descriptor(file.fileno()), offset)
+            opened = held_folders.by_descriptor(file.fileno())
+            return _start(self._handle.async_pread, buffer, opened, os.O_RDONLY, offset)
 
     def async_pwrite(self, buffer: torch.Tensor, path: str, offset: int) -> int:
         """Start to write a 1-d tensor to a file from `offset` on; makes the file. Returns 0. Raises StorageError."""
         flags = os.O_WRONLY | os.O_CREAT
         with files.naming(path, "write"), os.fdopen(held_folders.open_file(path, flags), "wb", buffering=0) as file:
-            return self._handle.async_pwrite(buffer, held_folders.by_descriptor(file.fileno()), offset)
+            opened = held_folders.by_descriptor(file.fileno())
+            return _start(self._handle.async_pwrite, buffer, opened, os.O_WRONLY, offset)
+
+
+def _start(transfer: Callable[[torch.Tensor, str, int], int], buffer: torch.Tensor, path: str, flags: int, offset: int) -> int:
+    """Let DeepSpeed's handle open a file once more, and start a transfer. Raises OSError where it returns -1 instead of 0."""
+    if transfer(buffer, path, offset):
+        os.close(os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC))  # raises what DeepSpeed has met
+        raise OSError(errno.EINVAL, f"DeepSpeed's asynchronous I/O does not take {buffer.nbytes} bytes at offset {offset}")
+    return 0
 
 
 class StripedHandle(WrappedHandle):
@@ -117,30 +133,49 @@ def _tree_of(offload: DeepSpeedZeroOffloadParamConfig | DeepSpeedZeroOffloadOpti
     return None if offload.nvme_path is None else held_folders.tree_of(offload.nvme_path)
 
 
-def held_below(offload: Offload) -> Offload:
-    """A section of the configuration as a swapper is to be given it: below the run's folder, whatever that is called by now."""
+@contextlib.contextmanager
+def set_up_below(offload: Offload) -> Iterator[Offload]:
+    """A section of the configuration as a swapper is to be given it at set-up, in the block: below an empty folder in the
+    run's, whose name nobody knows ahead."""
     tree = _tree_of(offload)
     if tree is None:
-        return offload
-    return offload.model_copy(update={"nvme_path": Path(held_folders.by_descriptor(tree.root.fd))})
+        yield offload
+        return
+    with files.naming(tree.path, "make a folder in it"):
+        made = tempfile.TemporaryDirectory(prefix="set-up-", dir=held_folders.by_descriptor(tree.root.fd))
+    with made as empty:
+        yield offload.model_copy(update={"nvme_path": Path(empty)})
 
 
-def _name_of(folder: str, tree: HeldTree) -> str:
-    """The run's name for a folder that a swapper has made by `held_below`."""
-    return tree.path + folder.removeprefix(held_folders.by_descriptor(tree.root.fd))
+def _held_as(folder: str, below: Offload, tree: HeldTree, clear: bool) -> str:
+    """Make and hold the folder in the run's for one that a swapper has made by `set_up_below`; returns its name. `clear`:
+    delete what is in it, as the swapper does of parameters. Raises StorageError."""
+    name = tree.path + folder.removeprefix(os.fspath(below.nvme_path or ""))
+    with files.naming(name, "make the folder"):
+        held = tree.folder(name, make=True)
+        if clear:
+            remove_tree.remove_inside(held.fd, Path(name))  # what stays is written over, as DeepSpeed does
+    return name
 
 
-def hold_optimizer(optimizer: DeepSpeedZeroOptimizer_Stage3, offload: DeepSpeedZeroOffloadOptimizerConfig) -> None:
-    """Let the optimizer's swapper, made by `held_below(offload)`, move the files of a run through a handle of ours."""
+def hold_optimizer(
+    optimizer: DeepSpeedZeroOptimizer_Stage3,
+    offload: DeepSpeedZeroOffloadOptimizerConfig,
+    below: DeepSpeedZeroOffloadOptimizerConfig,
+) -> None:
+    """Let the optimizer's swapper, made as `set_up_below(offload)` says (`below`), move the files of a run through a handle of
+    ours. Raises StorageError."""
     swapper: Any = optimizer.optimizer_swapper  # None where no state is on SSD
     tree = _tree_of(offload)
     if swapper is None or tree is None:
         return
-    swapper.swap_folder = _name_of(swapper.swap_folder, tree)
+    swapper.swap_folder = _held_as(swapper.swap_folder, below, tree, clear=False)
+    swapper.swap_config = swapper.swap_config.model_copy(update={"nvme_path": offload.nvme_path})
     if stripes.run_of(swapper.swap_folder) is not None:
         swapper.aio_handle = StripedHandle(swapper.aio_handle, new_disk_queue(swapper.aio_config))
     else:
         swapper.aio_handle = HeldHandle(swapper.aio_handle)
+    swapper.gradient_swapper.aio_handle = swapper.aio_handle
 
 
 def hold_parameters() -> None:
@@ -157,10 +192,10 @@ def hold_parameters() -> None:
         if tree is None:
             stock(self, config)
             return
-        inside = SimpleNamespace(offload_param=held_below(offload))
-        stock(self, SimpleNamespace(zero_config=inside, aio_config=config.aio_config))
+        with set_up_below(offload) as below:
+            stock(self, SimpleNamespace(zero_config=SimpleNamespace(offload_param=below), aio_config=config.aio_config))
         self.swap_config = offload
-        self.swap_folder = _name_of(self.swap_folder, tree)
+        self.swap_folder = _held_as(self.swap_folder, below, tree, clear=True)
         if stripes.run_of(self.swap_folder) is not None:
             queue = new_disk_queue(self.aio_config)
             self.aio_read_handle = StripedHandle(self.aio_read_handle, queue)

@@ -208,12 +208,12 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
         if section.enabled and accelerator.is_one_memory():
             keep_cores_for_this_thread()  # ahead of the first collective
             map_blocks_from(MAPPED_AHEAD)
+        if section.enabled:
+            swap_handles.hold_parameters()
     if unclaimed_paths(raw):
         for path in nvme_paths(raw):
             check_length(path)
         leave_on_sigterm()
-        if section is not None and section.enabled:
-            swap_handles.hold_parameters()
         return _claim(raw)
     return raw
 

@@ -23,7 +23,9 @@ from ds_vertical.engine import machine_cache
 from ds_vertical.engine.memory_check import Forecast
 from ds_vertical.errors import MemoryBudgetError, StorageError
 from ds_vertical.io import files, host
+from ds_vertical.io.disk_errors import remedy
 from ds_vertical.io.runs import held_folders, stripes
+from ds_vertical.io.runs.run_dir import fail
 from ds_vertical.io.runs.this_host import host_id
 from ds_vertical.offload.chunking import FP32_BYTES
 from ds_vertical.offload.speculation import StepTiming
@@ -340,12 +342,15 @@ def preallocate_on_all_ranks(wanted: Mapping[Path, int]) -> StorageError | None:
 
     Returns None, or why not: this rank's own error, or that another rank has one.
     """
-    there = {path for path in wanted if any(map(held_folders.exists, stripes.files_of(path)))}
+    there: set[Path] = set()
     problem = None
     try:
+        there.update(path for path in wanted if any(map(held_folders.exists, stripes.files_of(path))))
         files.preallocate(wanted)
     except StorageError as error:
         problem = error
+    except OSError as error:
+        problem = fail(error.filename or "preallocate", "look for the file", error, remedy(error.errno))
     if ranks.is_true_on_all_ranks(problem is None):
         return None
     if problem is None:

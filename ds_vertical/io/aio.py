@@ -311,7 +311,11 @@ class DiskQueue:
             for native in (self._native, *self._others):
                 native.wait_all()
             self._native, self._others = None, ()
-            self._folders.clear()
+            self.forget_folders()
+
+    def forget_folders(self) -> None:
+        """Hold no folder any more: nothing is in flight, or it is another process's."""
+        self._folders.clear()
 
 
 def complete(transfer: Transfer) -> bool:
@@ -324,7 +328,16 @@ def complete(transfer: Transfer) -> bool:
 
 
 _OPEN: weakref.WeakSet[DiskQueue] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_OPEN.clear)  # what is in flight is its parent's
+
+
+def _forget_in_child() -> None:
+    """What is in flight is a forked child's parent's, and so are the folders that queues hold."""
+    for queue in list(_OPEN):
+        queue.forget_folders()
+    _OPEN.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 @atexit.register

@@ -20,7 +20,8 @@ _REMEDIES: Final = {
     errno.ENAMETOOLONG: "use a folder with a shorter path",
     errno.EINVAL: "use a local file system that has direct I/O (ext4, xfs)",
     errno.ELOOP: "nobody but the run may put a link where one of its files belongs; go on from the last checkpoint",
-    errno.ENOTDIR: "nobody but the run may put anything where one of its folders belongs; go on from the last checkpoint",
+    errno.ENOTDIR: "a file or a link is where a folder belongs; remove it, or use another path",
+    errno.ESTALE: "its run has ended, or the server that has it lost it; start a new run",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 

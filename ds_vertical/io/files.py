@@ -78,9 +78,12 @@ def _on_each_ssd(sizes: Mapping[Path, int]) -> dict[Path, int]:
 def _first_hole(path: Path, size_bytes: int, mounts: str) -> int:
     """Where a file has no bytes of its own: a write there has failed, and one behind it has not. `size_bytes` where there is no
     such place, and on file systems that keep written zeros as holes (zfs) or may."""
-    if not size_bytes or mount_of(path, mounts).kind not in _HOLES_ARE_UNWRITTEN:
-        return size_bytes
+    if not size_bytes:
+        return 0
     with naming(path, "read"), os.fdopen(held_folders.open_file(path), "rb", buffering=0) as file:
+        opened = Path(held_folders.by_descriptor(file.fileno()))
+        if mount_of(opened, mounts).kind not in _HOLES_ARE_UNWRITTEN:
+            return size_bytes
         return os.lseek(file.fileno(), 0, os.SEEK_HOLE)
 
 

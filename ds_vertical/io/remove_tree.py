@@ -36,7 +36,9 @@ def is_at(fd: int, name: str, dir_fd: int | None) -> bool:
     """Whether a name still means the folder or file of a descriptor."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=dir_fd, follow_symlinks=False))
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
         return False
 
 

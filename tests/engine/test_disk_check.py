@@ -17,7 +17,7 @@ from typing import Any
 import harness
 import pytest
 from faults import small_disk
-from harness import base_config, build_engine, running, small_buffers
+from harness import base_config, build_engine, running, small_buffers, start_process_group
 from models import MixerModel, token_batches
 from places import SUPPORT
 
@@ -168,6 +168,23 @@ def test_open_files_are_counted_and_the_soft_limit_is_raised(monkeypatch: pytest
     (fault,) = disk_check._descriptor_faults(forecast(10**6), made, resolved)
     told = re.search(r"open files: this rank needs up to (\d+), 10000 are allowed; raise the limit \(ulimit -Hn", fault)
     assert told is not None and 10_000 < int(told[1]) < 10_700 + open_now
+
+
+def test_a_rank_that_cannot_look_for_its_files_tells_the_others(tmp_path: Path) -> None:
+    """It comes to the collective with the reason, in place of an exception ahead of it."""
+    start_process_group()
+    folder = run_dir.RunFolder.claim(tmp_path, "run1", 0)
+    (folder.path / "zero").mkdir()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+        problem = disk_check.preallocate_on_all_ranks({folder.path / "zero" / "file": 4096})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        folder.release()
+    assert re.fullmatch(rf"{folder.path}/zero: .*EMFILE\); raise the limit of open files \(ulimit -n\)", str(problem))
 
 
 @pytest.mark.parametrize(("spare", "most"), [(1000, None), (0, 0), (-50, 0), (5 * 7, 5)])

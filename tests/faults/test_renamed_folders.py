@@ -3,19 +3,23 @@ same names and sizes: the run goes on in its own, with its bits, and nothing of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
-from harness import contents, differing, running
+from harness import contents, differing, running, start_process_group
 from resuming import CLIP, Tensors, config_in, loaded, model_of, train
 from run_owners import digest
 
+import ds_vertical
+from ds_vertical.errors import StorageError
 from ds_vertical.io.runs import run_dir
 
 EVERYTHING_ON_SSD = {"device": "ssd", "keep": "everything", "keep_device": "ssd"}
@@ -38,6 +42,8 @@ class Neighbour:
         for path in (moved, *sorted(moved.rglob("*"))):
             copy = self.theirs / path.relative_to(moved)
             copy.mkdir() if path.is_dir() else copy.write_bytes(b"\x7f" * path.stat().st_size)  # 3.4e38 each
+            if os.geteuid() == 0:
+                os.chown(copy, 1000, 1000)  # another user's
         if self.by_link:
             place.symlink_to(self.theirs)
         self.before = self._looked_at()
@@ -151,3 +157,47 @@ def test_a_model_is_built_and_prepared_in_its_own_folder(
         assert train(engine, range(4)) == expected[0]
         assert differing(contents(engine, model), expected[1]) == []
     neighbour.assert_unharmed()
+
+
+class Outside:
+    """Somebody's folder, with the names in it that DeepSpeed's have, and a link to it in the place of one of the run's."""
+
+    def __init__(self, root: Path, place: str) -> None:
+        self.ssd, self.folder, self.place = root / "ssd0", root / "outside", place
+        for inner in ("fp32", "bf16", "float32params", "bfloat16params", "optimizer"):
+            (self.folder / inner / "rank0").mkdir(parents=True)
+            (self.folder / inner / "rank0" / "thesis.tex").write_text("mine")
+        self.before = digest(self.folder)
+
+    def link(self) -> None:
+        (run,) = (path for path in run_dir.claimed() if path.parent == self.ssd.resolve())
+        (run / self.place).symlink_to(self.folder)
+
+    @contextlib.contextmanager
+    def refused(self) -> Iterator[None]:
+        told = f"/{self.place}.*: make the folder: .*a file or a link is where a folder belongs"
+        with pytest.raises(StorageError, match=told):
+            yield
+        assert digest(self.folder) == self.before
+        release(self.ssd)
+
+
+def test_a_link_where_zero_init_makes_its_folder_is_refused(tmp_path: Path) -> None:
+    """DeepSpeed deletes and makes it by path."""
+    start_process_group()
+    outside = Outside(tmp_path, "zero_stage_3")
+    prepared = ds_vertical.prepare(config_of(tmp_path))
+    outside.link()
+    with outside.refused():
+        deepspeed.zero.Init(config_dict_or_path=prepared)
+
+
+def test_a_link_where_the_optimizer_makes_its_folder_is_refused(tmp_path: Path) -> None:
+    outside = Outside(tmp_path, "zero_stage_3/optimizer")
+
+    def build() -> torch.nn.Module:
+        outside.link()
+        return model_of()
+
+    with outside.refused(), running(config_of(tmp_path), build, vertical=True):
+        pass

@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -276,6 +276,48 @@ def test_what_is_mounted_below_a_runs_folder_is_left(tmp_path: Path) -> None:
     finally:
         subprocess.run(["umount", str(folder.path / "zero" / "inner")], timeout=100, check=True)
     shutil.rmtree(folder.path)
+
+
+def put_folder(ssd: Path) -> None:
+    (ssd / "run1").rename(ssd.parent / "moved")
+    (ssd / "run1").mkdir()
+
+
+def put_another_users_folder(ssd: Path) -> None:
+    put_folder(ssd)
+    os.chown(ssd / "run1", 1000, 1000)
+
+
+def put_file(ssd: Path) -> None:
+    (ssd / "run1").rename(ssd.parent / "moved")
+    (ssd / "run1").touch()
+
+
+def put_loop_above(ssd: Path) -> None:
+    (ssd / "run1").rename(ssd.parent / "moved")
+    ssd.rmdir()
+    ssd.symlink_to(ssd)
+
+
+def put_file_above(ssd: Path) -> None:
+    (ssd / "run1").rename(ssd.parent / "moved")
+    ssd.rmdir()
+    ssd.touch()
+
+
+@pytest.mark.parametrize("put", [put_folder, put_another_users_folder, put_file, put_loop_above, put_file_above])
+def test_a_run_says_where_its_folder_is_whatever_is_in_its_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, put: Callable[[Path], None]
+) -> None:
+    if put is put_another_users_folder and os.geteuid():
+        pytest.skip("only root can give a folder to another user")
+    folder = RunFolder.claim(tmp_path / "ssd", "run1", 0)
+    put(tmp_path / "ssd")
+    before = (tmp_path / "ssd").lstat()
+    folder.release()
+    assert f"or renamed: it is {tmp_path}/moved now; delete it by hand" in caplog.text
+    assert (tmp_path / "moved" / "rank0.lock").exists() and (tmp_path / "ssd").lstat().st_ino == before.st_ino
+    assert put not in (put_folder, put_another_users_folder, put_file) or (tmp_path / "ssd" / "run1").exists()
 
 
 def test_a_run_whose_folder_was_moved_deletes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

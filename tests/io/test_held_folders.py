@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,11 +79,17 @@ def test_a_file_is_found_in_the_folder_that_is_held(case: Case, name: str) -> No
     assert (moved / case.file.relative_to(case.run.path / name)).read_bytes() == b"3" * NUM_BYTES
 
 
-@pytest.mark.parametrize(("name", "number"), [("zero", errno.ENOTDIR), ("zero/rank0/file", errno.ELOOP)])
-def test_no_link_is_followed_to_what_is_not_held_yet(case: Case, name: str, number: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "number", "advice"),
+    [
+        ("zero", errno.ENOTDIR, "a file or a link is where a folder belongs"),
+        ("zero/rank0/file", errno.ELOOP, "nobody but the run may put"),
+    ],
+)
+def test_no_link_is_followed_to_what_is_not_held_yet(case: Case, name: str, number: int, advice: str) -> None:
     case.replace(name)
     for move in (case.read, case.write):
-        with pytest.raises(DiskError, match="nobody but the run may put") as caught:
+        with pytest.raises(DiskError, match=advice) as caught:
             move()
         assert (caught.value.errno, caught.value.call, caught.value.filename) == (number, "open", str(case.file))
     assert case.queue.write_error is not None and case.theirs.read_bytes() == b"2" * NUM_BYTES
@@ -106,19 +113,51 @@ def test_a_folder_is_held_until_no_queue_can_ask_for_it(case: Case) -> None:
     assert (os.readlink(held_folders.by_descriptor(fd)), name) == (str(case.folder), "file")
     case.run.release()
     assert os.fstat(fd).st_nlink == 0 and not case.run.path.exists()
-    assert case.queue.locate(str(case.file)) == (-1, str(case.file))
     case.queue.close()
     with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
         os.fstat(fd)
 
 
+def test_a_name_of_a_run_that_has_ended_leads_to_nothing(case: Case) -> None:
+    """Somebody else may have a folder there by then."""
+    case.run.release()
+    case.folder.mkdir(parents=True)
+    case.file.write_bytes(b"2" * NUM_BYTES)
+    for move in (case.read, case.write):
+        with pytest.raises(DiskError, match="start a new run") as caught:
+            move()
+        assert (caught.value.errno, caught.value.filename) == (errno.ESTALE, str(case.file))
+    with pytest.raises(StorageError, match="ESTALE"):
+        files.remove_files([case.file])
+    assert case.file.read_bytes() == b"2" * NUM_BYTES
+    case.run = RunFolder.claim(case.run.path.parent / "new", "run1", 0)
+    shutil.rmtree(case.folder.parent.parent)
+    again = RunFolder.claim(case.folder.parent.parent.parent, "run1", 0)  # the same name, anew
+    files.preallocate({case.file: NUM_BYTES})
+    assert case.read() == bytes(NUM_BYTES)
+    again.release()
+
+
 def test_a_forked_child_holds_nothing(case: Case) -> None:
     fd, _ = case.queue.locate(str(case.file))
+    tree = held_folders.tree_of(case.file)
+    assert tree is not None
+    fds = [fd, tree.root.fd]
+    del tree
     pid = os.fork()
     if pid == 0:
-        os._exit(int(held_folders.tree_of(case.file) is not None))
+        os._exit(sum(map(is_open, fds)) + (held_folders.tree_of(case.file) is not None))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert os.fstat(fd).st_nlink and case.read() == b"1" * NUM_BYTES
+    assert all(map(is_open, fds)) and case.read() == b"1" * NUM_BYTES
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError as error:
+        assert error.errno == errno.EBADF
+        return False
+    return True
 
 
 def test_no_run_starts_where_proc_is_not_mounted(tmp_path: Path) -> None:

@@ -139,9 +139,9 @@ class VerticalStage3(ChunkedStage3):
             "pipeline_write": False,
             "pipeline": False,
         }
-        below = swap_handles.held_below(offload_optimizer_config)
-        super()._configure_tensor_swapping(below.model_copy(update=plain), aio_config)
-        swap_handles.hold_optimizer(self, offload_optimizer_config)
+        with swap_handles.set_up_below(offload_optimizer_config) as below:
+            super()._configure_tensor_swapping(below.model_copy(update=plain), aio_config)
+        swap_handles.hold_optimizer(self, offload_optimizer_config, below)
         self._allocate_files()
 
     def _allocate_files(self) -> None:

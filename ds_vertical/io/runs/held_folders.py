@@ -31,7 +31,7 @@ _DESCRIPTORS: Final = "/proc/self/fd"
 
 class HeldFolder:
     """A folder by its descriptor `fd`, which is closed once nobody has this object: the run has it until it is released, and
-    a queue until nothing that it was given is in flight. The number of a closed descriptor may soon be another folder's."""
+    a queue that was given it until that is closed or gone. The number of a closed descriptor may soon be another folder's."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -61,44 +61,74 @@ class HeldTree:
 
     def nearest(self, folder: str) -> tuple[str, HeldFolder]:
         """The folder of this name, or the nearest one above it that is held already, with its name."""
+        assert self.has(folder), f"{folder} is not in {self.path}"
         while (found := self._folders.get(folder)) is None or (found is not self.root and found.is_gone):
             folder = folder.rpartition("/")[0]
         return folder, found
 
-    def folder(self, name: str) -> HeldFolder:
-        """The folder of this name, held from now on. Raises OSError, where a link is in its place or in that of one above."""
+    def folder(self, name: str, make: bool = False) -> HeldFolder:
+        """The folder of this name, held from now on. `make`: it and those above it are made where they are missing (mode 0700).
+        Raises OSError, where a link is in its place or in that of one above."""
         there, found = self.nearest(name)
         for part in name[len(there) :].split("/")[1:]:
             there = f"{there}/{part}"
             with _naming(there):
-                found = HeldFolder(os.open(part, remove_tree.FOLDER | os.O_NOFOLLOW, dir_fd=found.fd))
+                found = HeldFolder(_opened_in(found, part, make))
             self._folders[there] = found
         return found
 
 
+def _opened_in(folder: HeldFolder, name: str, make: bool) -> int:
+    is_new = False
+    if make:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, mode=0o700, dir_fd=folder.fd)
+            is_new = True
+    fd = os.open(name, remove_tree.FOLDER | os.O_NOFOLLOW, dir_fd=folder.fd)
+    if is_new:
+        os.fchmod(fd, 0o700)  # whatever the umask takes away
+    return fd
+
+
 _trees: dict[str, HeldTree] = {}
+_released: set[str] = set()  # folders of runs of this process that have ended
 
 
 def hold(tree: HeldTree) -> None:
     """Names in this run's folder lead into what it holds from now on."""
+    _released.discard(tree.path)
     _trees[tree.path] = tree
 
 
 def let_go(path: AnyPath) -> HeldTree:
-    """Names in the run's folder are looked up as they are from now on; returns what it held."""
-    return _trees.pop(os.fspath(path))
+    """Names in the run's folder lead to nothing from now on; returns what it held."""
+    name = os.fspath(path)
+    _released.add(name)
+    return _trees.pop(name)
 
 
 def tree_of(path: AnyPath) -> HeldTree | None:
     """The run of this process whose folder this is, by its name, or lies in."""
     name = os.fspath(path)
-    return next((tree for tree in _trees.values() if tree.has(name)), None)
+    return next((tree for tree in tuple(_trees.values()) if tree.has(name)), None)  # a copy: other threads end runs
+
+
+def _live_tree_of(path: AnyPath) -> HeldTree | None:
+    """As `tree_of`. Raises OSError, of errno ESTALE, for a path in the folder of a run that has ended: others may have another
+    folder there by now."""
+    tree = tree_of(path)
+    if tree is None and _released:
+        name = os.fspath(path)
+        if any(name == each or name.startswith(f"{each}/") for each in tuple(_released)):
+            raise OSError(errno.ESTALE, "its run has ended", name)
+    return tree
 
 
 def locate(path: AnyPath) -> tuple[HeldFolder | None, str]:
-    """The folder that a file lies in, and the file's name there; of one outside all runs None and the path. Raises OSError."""
+    """The folder that a file lies in, and the file's name there; of one outside all runs None and the path. Raises OSError,
+    of errno ESTALE where the file's run has ended."""
     name = os.fspath(path)
-    tree = tree_of(name)
+    tree = _live_tree_of(name)
     if tree is None:
         return None, name
     if name == tree.path:
@@ -109,8 +139,8 @@ def locate(path: AnyPath) -> tuple[HeldFolder | None, str]:
 
 @contextlib.contextmanager
 def opened_folder(folder: AnyPath) -> Iterator[int]:
-    """A folder's descriptor for the time of the block. Raises OSError."""
-    tree = tree_of(folder)
+    """A folder's descriptor for the time of the block. Raises OSError, as `locate`."""
+    tree = _live_tree_of(folder)
     if tree is not None:
         held = tree.folder(os.fspath(folder))
         yield held.fd

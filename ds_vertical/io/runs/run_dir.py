@@ -131,14 +131,15 @@ class RunFolder:
         stripes.close_run(self.path)
         root = held_folders.let_go(self.path).root
         try:
-            with guarded(self.path, create=False) as guard:
-                self._give_up(guard, root.fd)
-        except FileNotFoundError:
-            self._tell_gone(root.fd)
-        except StorageError as error:
-            if not isinstance(error.__cause__, NotADirectoryError):  # a link in the folder's place
-                raise
-            self._tell_gone(root.fd)
+            with contextlib.ExitStack() as opened:
+                try:
+                    guard = opened.enter_context(guarded(self.path, create=False))
+                except (OSError, StorageError):
+                    if trees.is_at(root.fd, os.fspath(self.path), None):
+                        raise
+                    self._tell_gone(root.fd)  # anything may be in its place: a link, a file, another user's folder
+                else:
+                    self._give_up(guard, root.fd)
         except OSError as error:
             raise fail(self.path, "release", error, "delete the folder by hand") from error
         finally:
