@@ -349,9 +349,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, begun: l
     return returned
 
 
-def _budget_of(
-    forecast: Forecast, host_bytes: int, left: int, planner: KeepPlanner | None, is_limited: bool
-) -> HostBudget:
+def _budget_of(forecast: Forecast, host_bytes: int, left: int, planner: KeepPlanner | None, is_limited: bool) -> HostBudget:
     """What the engine hears of the budget. `host_bytes`, `left`: as `check_memory` has found them. `is_limited`: whether the
     user has written how much host memory there is."""
     shape, terms = forecast.shape, forecast.terms

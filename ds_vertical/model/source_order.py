@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 End = Literal["ahead", "between", "behind"]
 
@@ -48,32 +49,31 @@ def are_ends_told(model: nn.Module, blocks: Sequence[str], outside: Collection[i
     inside = {id(module) for path in blocks for module in model.get_submodule(path).modules()}
     around = {".".join(path.split(".")[:depth]) for path in blocks for depth in range(path.count(".") + 1)}
     holders = [model.get_submodule(path) for path in sorted(around)]
-    if any(type(holder).forward is not nn.Module.forward and not _uses_each_once(holder, outside, holders) for holder in holders):
+    told = [holder for holder in holders if type(holder).forward is not nn.Module.forward]
+    if not all(_uses_each_once(holder, outside, inside) for holder in told):
         return False
-    names = {name for module in model.modules() for name, p in module._parameters.items() if id(p) in outside}
-    seen = set[object]()
-    for module in model.modules():
-        kind = (type(module), tuple(module._modules), id(module) in inside)
-        if kind not in seen and not _keeps_to_itself(module, names, () if id(module) in inside else outside):
-            return False
-        seen.add(kind)
-    return True
+    owners = [(module, name) for module in model.modules() for name, p in module._parameters.items() if id(p) in outside]
+    if any(isinstance(module, ParametrizationList) for module, _ in owners):
+        return False  # read by another module, under another name
+    names, every = {name for _, name in owners}, list(model.modules())
+    alike = {(type(module), tuple(module._modules)): module for module in every if id(module) in inside}
+    return all(_keeps_to_itself(module, names, ()) for module in alike.values()) and all(
+        _keeps_to_itself(module, names, outside) for module in every if id(module) not in inside
+    )
 
 
-def _uses_each_once(holder: nn.Module, outside: Collection[int], holders: Sequence[nn.Module]) -> bool:
-    """Whether the holder's source names all of its children with blocks or such parameters, the latter on one side alone."""
+def _uses_each_once(holder: nn.Module, outside: Collection[int], inside: Collection[int]) -> bool:
+    """Whether the holder's source names all of its children with blocks or such parameters, the latter at one place alone:
+    ahead of all blocks, behind all, or between. `inside`: ids of the modules in blocks."""
     uses = list(_uses(holder, "forward", _MOST_METHODS))
-    inner = [name for name, child in holder._modules.items() if any(child is each for each in holders)]
-    apart = [name for name, child in holder._modules.items() if name not in inner and _has_any(child, outside)]
-    if "forward" in vars(holder) or not inner or not {*inner, *apart} <= set(uses):
+    children = {name: child for name, child in holder._modules.items() if child is not None}
+    inner = [name for name, child in children.items() if any(id(module) in inside for module in child.modules())]
+    apart = [name for name, child in children.items() if name not in inner and _has_any(child, outside)]
+    if "forward" in vars(holder) or not {*inner, *apart} <= set(uses):
         return False
     stack = [index for index, name in enumerate(uses) if name in inner]
-    at = {name: [index for index, used in enumerate(uses) if used == name] for name in apart}
-    return all(max(where) < stack[0] or min(where) > stack[0] and _is_one_side(where, stack[-1]) for where in at.values())
-
-
-def _is_one_side(where: Sequence[int], last: int) -> bool:
-    return min(where) > last or max(where) < last
+    places = {name: [index for index, used in enumerate(uses) if used == name] for name in apart}
+    return all(max(at) < stack[0] or min(at) > stack[-1] or stack[0] < min(at) <= max(at) < stack[-1] for at in places.values())
 
 
 def _has_any(module: nn.Module | None, params: Collection[int]) -> bool:
@@ -113,7 +113,8 @@ def _passes_on(module: nn.Module, node: ast.AST, names: Collection[str], outside
     if isinstance(node, ast.Call):
         given = [*node.args, *(keyword.value for keyword in node.keywords)]
         method = isinstance(node.func, ast.Attribute) and _has_any(_child(module, node.func.value), outside)
-        return method or any(isinstance(each, ast.Name) and each.id == "self" for each in given) or _any_child(module, given, outside)
+        itself = _has_any(module, outside) and any(isinstance(each, ast.Name) and each.id == "self" for each in given)
+        return method or itself or _any_child(module, given, outside)
     if isinstance(node, ast.Assign | ast.Return | ast.NamedExpr) and node.value is not None:
         return _any_child(module, [node.value], outside)
     return False
