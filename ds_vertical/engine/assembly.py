@@ -56,9 +56,9 @@ class HostBudget:
     `needed`: in all, without activations, with what state that is read before the norm may come to. `kept`: of what one layer's
     backward frees, kept for the next one's. `left`: for activations, whose use `planner` chooses as far as the JSON leaves it
     open (None: it does not), and for that state. `pairs`: whether there is room for a layer's gradients that wait for the next
-    micro-batch's; `keeps_freed`: whether there is to keep what any backward frees. `is_short`: whether so little is left of what
-    the user has written that freed memory goes back to the system within each step. `on_device`: what has been counted of a
-    device with memory of its own.
+    micro-batch's; `keeps_freed`: whether there is to keep what any backward frees. `is_short`: whether so little is left of
+    what the user has written that freed memory goes back to the system within each step. `on_device`: what has been counted of
+    a device with memory of its own.
     """
 
     needed: int

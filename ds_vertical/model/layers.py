@@ -56,9 +56,9 @@ class LayerMap:
     and, where it is a unit, `suf` to its parameters, each parameter in exactly one unit (one that several layers share: `pre`).
     `whole`: blocks of which a hook has computed with a parameter of the block, as steps find them: see `stubs`. `apart`: the
     units outside the layers that, as far as steps have found, the prefix alone (`pre`) or the suffix alone (`suf`) uses.
-    `missed`: those of which this rank has found otherwise. `used_behind`: ids of the parameters that the suffix alone uses, where
-    the forwards' sources show so (`are_ends_told`); their gradients are there and gone ahead of those of the others outside
-    the layers.
+    `missed`: those of which this rank has found otherwise. `used_behind`: ids of the parameters that the suffix alone uses,
+    where the forwards' sources show so (`are_ends_told`); their gradients are there and gone ahead of those of the others
+    outside the layers.
     """
 
     blocks: tuple[Block, ...]

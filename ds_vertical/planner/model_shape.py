@@ -278,8 +278,8 @@ class ModelSpec:
     and `head_frozen_flops`: of the forward's operations, those with weights that are not trained. `menus`: what each kind of
     block may keep for its backward. `suf`: of the elements outside the blocks, those that the suffix alone uses (null: none are
     known to be such); `apart`: the units outside the layers that may be away (`layers`, [Note: two ends]). `block_sizes`:
-    elements of each parameter of the largest block, `outside_sizes`: of each outside the blocks (none: no parameter is small). `ends_in_turn`: whether
-    the forwards' sources show that nothing but the suffix uses `suf`, also where both ends are one unit.
+    elements of each parameter of the largest block, `outside_sizes`: of each outside the blocks (none: no parameter is small).
+    `ends_in_turn`: whether the forwards' sources show that nothing but the suffix uses `suf`.
     """
 
     name: str

@@ -37,7 +37,7 @@ DIMS = {
     "vocab_size": 64_000,  # whose gradients are larger than what the C library keeps by itself
     "tie_word_embeddings": False,
 }
-VOCAB = 4001  # of a model 64 wide: the gradients of its ends are larger than all that a layer's backward frees
+VOCAB = 401  # of a model 64 wide: the gradients of its ends are larger than all that a layer's backward frees
 BELOW = 96 * MIB  # of the formula: what libraries may load at their first use, and did not
 
 
@@ -115,7 +115,7 @@ def test_a_run_at_its_least_gives_freed_memory_back(
     build: Callable[[], nn.Module],
 ) -> None:
     """Ahead of the REDUCE of the last layer, of the first and of what is outside them, where little is left of a limit; and
-    where less is left behind each backward of an end of the model, of three micro-batches. `spare`: as if so little were left."""
+    where less is left behind each backward of an end of the model, of three micro-batches. `spare`: in place of a tenth."""
     chosen = partial(replace, keeps_freed=keeps_freed)
     monkeypatch.setattr(memory_budget, "with_room", lambda terms, *_: chosen(terms))
     monkeypatch.setattr(api, "SPARE_SHARE", spare)
@@ -168,7 +168,7 @@ from ds_vertical.engine.assembly import Assembly
 from ds_vertical.io import host
 
 host.map_blocks_from(host.MAPPED_AHEAD)
-Assembly.give_memory_back(types.SimpleNamespace(module=torch.nn.Module(), optimizer=types.SimpleNamespace()))
+Assembly.give_memory_back(types.SimpleNamespace(module=torch.nn.Module(), optimizer=types.SimpleNamespace(optimizer_swapper=None)))
 for _ in range(8):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.empty(8 << 20, dtype=torch.uint8).fill_(1)
