@@ -168,7 +168,8 @@ from ds_vertical.engine.assembly import Assembly
 from ds_vertical.io import host
 
 host.map_blocks_from(host.MAPPED_AHEAD)
-Assembly.give_memory_back(types.SimpleNamespace(module=torch.nn.Module(), optimizer=types.SimpleNamespace(optimizer_swapper=None)))
+optimizer = types.SimpleNamespace(optimizer_swapper=None)
+Assembly.give_memory_back(types.SimpleNamespace(module=torch.nn.Module(), optimizer=optimizer))
 for _ in range(8):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.empty(8 << 20, dtype=torch.uint8).fill_(1)
