@@ -9,7 +9,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -165,7 +165,7 @@ def _tree(module: nn.Module, method: str) -> ast.AST | None:
     return _tree_of(getattr(type(module), method))
 
 
-def _tree_of(method: Any) -> ast.AST | None:
+def _tree_of(method: Callable[..., object]) -> ast.AST | None:
     function: Any = inspect.unwrap(method)
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))

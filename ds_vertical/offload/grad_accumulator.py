@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -301,9 +300,8 @@ class GradientStore(UnitGradients):
     """Sums of `param.grad` per unit, in the gradient accumulation dtype.
 
     Gradients of parameters that the optimizer does not have are thrown away. The store calls `begin` with a unit whose next
-    sums are about to be made: what is held of its last ones is needed no longer. `trims_above`: freed memory goes back to the
-    system behind each backward that has made more bytes of gradients outside the layers; None: behind none. See [Note: freed
-    memory] in `io.host`.
+    sums are about to be made: what is held of its last ones is needed no longer. `trims_above`: bytes of gradients outside
+    the layers; behind each backward that makes more of them, freed memory goes back ([Note: freed memory] in `io.host`).
 
     The first contribution is copied and later ones are added in the order of the `add` calls, each after rounding to the
     dtype that stock would communicate it in: the bits of stock's accumulation.
@@ -379,8 +377,8 @@ class GradientStore(UnitGradients):
             param.grad = None
         moved = [self._add(unit, index) for index in range(len(self._units[unit]))]
         if self.trims_above is not None and not isinstance(unit, int):
-            params = itertools.compress(self._units[unit], moved)
-            if sum(self._facts.numel(param) * param.element_size() for param in params) > self.trims_above:
+            sizes = (self._facts.numel(param) * param.element_size() for param in self._units[unit])
+            if sum(size for size, has in zip(sizes, moved, strict=True) if has) > self.trims_above:
                 host.trim()
         self._arrivals.note(unit)
 

@@ -119,8 +119,7 @@ LEAN: Final = {"pairs": False, "keeps_freed": False}  # of `BudgetTerms`: what a
 def with_room(terms: BudgetTerms, fits: Callable[[BudgetTerms], bool], trims: bool = True) -> BudgetTerms:
     """`terms`, which have both `pairs` and `keeps_freed`, or the second, or neither, as memory has room. `trims`: whether the C
     library gives freed memory back when it is told to; where it does not, it keeps what any backward frees."""
-    tried = (terms, dataclasses.replace(terms, pairs=False), dataclasses.replace(terms, **LEAN))
-    tried = tried if trims else tried[:-1]
+    tried = [terms, dataclasses.replace(terms, pairs=False), *([dataclasses.replace(terms, **LEAN)] if trims else [])]
     return next((each for each in tried if fits(each)), tried[-1])
 
 
