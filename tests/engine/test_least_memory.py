@@ -172,7 +172,7 @@ optimizer = types.SimpleNamespace(optimizer_swapper=None)
 Assembly.give_memory_back(types.SimpleNamespace(module=torch.nn.Module(), optimizer=optimizer))
 for _ in range(8):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.empty(8 << 20, dtype=torch.uint8).fill_(1)
+    torch.empty(24 << 20, dtype=torch.uint8).fill_(1)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
@@ -180,7 +180,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @needs_glibc
 def test_an_engine_keeps_what_is_freed_at_the_heaps_top_from_its_first_step_on() -> None:
     done = subprocess.run([sys.executable, "-c", TOP], capture_output=True, text=True, check=True, timeout=200)
-    assert int(done.stdout.split()[-1]) < 200  # of 2048 pages
+    assert int(done.stdout.split()[-1]) < 600  # of 6144 pages
 
 
 @needs_glibc
