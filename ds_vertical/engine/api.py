@@ -47,11 +47,11 @@ from ds_vertical.engine.zero3.chunks import check_optimizer, refuse_compression
 from ds_vertical.errors import ConfigError
 from ds_vertical.io import preflight
 from ds_vertical.io.files import check_length, make_run_private
-from ds_vertical.io.host import MAPPED_AHEAD, keep_cores_for_this_thread, map_blocks_from
+from ds_vertical.io.host import MAPPED_AHEAD, keep_cores_for_this_thread, keep_freed_memory, map_blocks_from
 from ds_vertical.io.runs import run_dir, stripes
 from ds_vertical.model.compiled_blocks import refuse_compiled_around
 from ds_vertical.model.layers import LayerMap, check_trainable, map_layers
-from ds_vertical.planner.memory_budget import device_items, kept_bytes
+from ds_vertical.planner.memory_budget import SPARE_SHARE, device_items, kept_bytes
 from ds_vertical.types import OFFLOAD_DEVICES, RunSettings, Tier
 
 _HALF_BYTES: Final = 2
@@ -262,8 +262,13 @@ def _initialize_either(
     if resolved is None or not resolved.enabled:
         returned = _initialize_stock(config, resolved, **kwargs)
     else:
-        with ranks.collective_section("initialize"):
-            returned = _initialize_vertical(config, resolved, begun, **kwargs)
+        try:
+            with ranks.collective_section("initialize"):
+                returned = _initialize_vertical(config, resolved, begun, **kwargs)
+        except BaseException:
+            if accelerator.is_one_memory():
+                keep_freed_memory(0)  # ends what `prepare` has set, which no engine may have come to
+            raise
     for folder in run_dir.claimed():
         make_run_private(folder)
     return returned
@@ -336,7 +341,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, begun: l
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         accelerator.log(f"ds_vertical: {line}")
-    budget = _budget_of(forecast, host_bytes, left, planner)
+    budget = _budget_of(forecast, host_bytes, left, planner, resolved.host_memory_bytes is not None)
     own = {"vertical": resolved, "layers": layers, "folder": run_folder(prepared), "budget": budget, "elastic": elastic}
     with compat_engine.substituted_engine(partial(VerticalEngine, **own, begun=begun.append)):
         returned = compat_engine.stock_initialize(config=prepared, **kwargs)
@@ -344,14 +349,15 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, begun: l
     return returned
 
 
-def _budget_of(forecast: Forecast, host_bytes: int, left: int, planner: KeepPlanner | None) -> HostBudget:
-    """What the engine hears of the budget. `host_bytes`, `left`: as `check_memory` has found them."""
+def _budget_of(forecast: Forecast, host_bytes: int, left: int, planner: KeepPlanner | None, is_limited: bool) -> HostBudget:
+    """What the engine hears of the budget. `host_bytes`, `left`: as `check_memory` has found them. `is_limited`: whether the
+    user has written how much host memory there is."""
     shape, terms = forecast.shape, forecast.terms
     kept = kept_bytes(shape, terms) if accelerator.is_one_memory() else 0
     counted = device_items(shape, terms, forecast.further(0))
-    return HostBudget(
-        host_bytes + read_ahead_bytes(forecast), kept, left, planner, forecast.pairs, forecast.keeps_freed, counted
-    )
+    needed, room = host_bytes + read_ahead_bytes(forecast), left - read_ahead_bytes(forecast)
+    is_short = is_limited and room < kept + SPARE_SHARE * needed
+    return HostBudget(needed, kept, left, planner, forecast.pairs, forecast.keeps_freed, is_short, counted)
 
 
 def _start_ranks(resolved: RunSettings, config: DeepSpeedJson) -> ElasticCounts | None:

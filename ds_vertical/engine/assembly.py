@@ -56,8 +56,9 @@ class HostBudget:
     `needed`: in all, without activations, with what state that is read before the norm may come to. `kept`: of what one layer's
     backward frees, kept for the next one's. `left`: for activations, whose use `planner` chooses as far as the JSON leaves it
     open (None: it does not), and for that state. `pairs`: whether there is room for a layer's gradients that wait for the next
-    micro-batch's; `keeps_freed`: whether there is to keep what any backward frees. `on_device`: what has been counted of a
-    device with memory of its own.
+    micro-batch's; `keeps_freed`: whether there is to keep what any backward frees. `is_short`: whether so little is left of
+    what the user has written that freed memory goes back to the system within each step. `on_device`: what has been counted of
+    a device with memory of its own.
     """
 
     needed: int
@@ -66,6 +67,7 @@ class HostBudget:
     planner: KeepPlanner | None = None
     pairs: bool = True
     keeps_freed: bool = True
+    is_short: bool = False
     on_device: tuple[BudgetItem, ...] = ()
 
 
@@ -183,7 +185,7 @@ class Assembly:
         swap_buffers.rest_stock_buffers(self.module.parameters(), self.optimizer)
         host.trim()
         if accelerator.is_one_memory():
-            host.map_blocks_from(host.MAPPED_BY_ITSELF)  # in place of what `prepare` has said
+            host.keep_freed_memory(0)  # ends what `prepare` has set
 
     def open_params(self) -> ParamStore:
         """The store of parameters with its host buffers."""
@@ -203,9 +205,9 @@ class Assembly:
         )
         return ParamStore(self.layers.units, new_queue, new_queue(), settings)
 
-    def start_pipeline(self, params: ParamStore) -> None:
+    def start_pipeline(self, params: ParamStore, is_short: bool = False) -> None:
         """Start the optimizer's own transfers and steps, and let every read or write of a parameter from outside the schedule
-        take what is due of the last step first."""
+        take what is due of the last step first. `is_short`: as `HostBudget` has it."""
         sharing = ranks.ranks_on_these_cores()
         begin = host.thread_for_device(self._device, sharing)
         if works_beside_host(self._device) and host.is_launchers_one():
@@ -214,7 +216,7 @@ class Assembly:
                 f" {host.team_beside_device(sharing)} threads all the same; write another number, and it takes that"
             )
         self.optimizer.start_pipeline(self._new_queue, params.updates, self.tracer, begin)
-        if self.vertical.host_memory_bytes is not None and accelerator.is_one_memory():
+        if is_short and accelerator.is_one_memory():
             self.optimizer.driver.trimmed = {self.layers.num_layers - 1, SUF, 0, PRE}
         every = [param for members in self.layers.units.values() for param in members]
         written = partial(_before_write, optimizer=self.optimizer, files=params.files), params.files.note_write
@@ -237,7 +239,8 @@ class Assembly:
             SumPlace(accelerator.device_name(), joined=held),
             pairs=budget.pairs and one_memory and self.vertical.order == "vertical",  # otherwise layers take turns
         )
-        store.trims = one_memory and not budget.keeps_freed
+        if one_memory and not budget.keeps_freed:
+            store.trims_above = budget.kept
         return store
 
     def open_activations(self, folder: Path | None, host_limit: int) -> ActivationStore | None:

@@ -74,7 +74,7 @@ class VerticalEngine(CallableEngine):
         with interrupts.deferred(firmly=True):  # nothing is locked or started that `destroy` would not find
             assembly.give_memory_back()
             self._params = assembly.open_params()
-            assembly.start_pipeline(self._params)
+            assembly.start_pipeline(self._params, budget.is_short)
             self._gradients = assembly.open_gradients(budget)
             self._activations = assembly.open_activations(folder, budget.left)
             self._keeping = assembly.open_keeping(budget.planner, folder, budget.left, self._activations)

@@ -36,7 +36,10 @@ from ds_vertical.schedule.events import Unit
 from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, Placement, RunSettings, TensorKind, Tier
 
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
-_HEADROOM: Final = 0.1  # of what the process takes, in the limit that is advised: it takes more in one start than in another
+# In the limit that is advised: of what the process takes, which is more in one start than in another; or, where that is more,
+# of all that the run needs, for the holes between its blocks, up to so many bytes.
+_HEADROOM: Final = 0.1
+_HOLES, _MOST_HOLES = 0.05, 128 << 20
 _SHARES: Final = (0.75, 0.5, 0.25, 0.0)
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
 
@@ -203,7 +206,7 @@ class Forecast:
         def fits(terms: BudgetTerms) -> bool:
             return memory_budget.total_bytes(memory_budget.budget(shape, terms, further), Tier.HOST) <= allowed
 
-        terms = memory_budget.with_room(replace(self.terms, keeps_freed=True), fits)
+        terms = memory_budget.with_room(replace(self.terms, keeps_freed=True), fits, host.is_trimmed())
         self.pairs, self.keeps_freed = terms.pairs, terms.keeps_freed
         return self
 
@@ -297,10 +300,13 @@ def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[l
 
 def host_room(params: Iterable[nn.Parameter], limit: int | None) -> tuple[int, int]:
     """(bytes of host memory that this rank may take in all, those that it takes beside its parameters). `limit`: see
-    `check_memory`. Gives the pages of zero.Init's buffers back first, and of what was freed while the model was built."""
+    `check_memory`. Gives the pages of zero.Init's buffers back first, and of what was freed while the model was built.
+    Collective."""
     held = list(params)
     swap_buffers.rest_stock_buffers(held)
     host.trim()
+    if distributed_ranks.world_size() > 1:
+        distributed_ranks.is_true_on_all_ranks(True)  # what is free is measured once all of this host's have given theirs back
     allowed = machine_room() if limit is None else limit // distributed_ranks.ranks_on_this_host()
     return allowed, max(0, host.resident_bytes() - swap_buffers.bytes_in_memory(held))
 
@@ -343,7 +349,10 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
             "no room for gradients that wait for the next micro-batch's: each is added to its sum by itself; same values"
         )
     if terms.one_memory and not terms.keeps_freed and shape.freed.most > shape.freed.of_layers:
-        lines.append("no room to keep what the largest gradients free: their memory is mapped anew each time; same values")
+        lines.append(
+            "no room to keep what the largest gradients free: the system maps their memory anew each time, which takes time;"
+            f' more free memory avoids it, or where it is written a larger "{_LIMIT}"; same values'
+        )
     return lines, needed, left
 
 
@@ -466,12 +475,17 @@ def _fault(forecast: Forecast, room: _Room, limit: int | None, ranks: int) -> st
         first, *others = str(error).splitlines()
         further_advice = _mending(forecast, room)
         if limit is not None:
-            further_advice.append(f'"{_LIMIT}": {round((needed + _HEADROOM * baseline) * ranks)} (now {limit})')
+            further_advice.append(f'"{_LIMIT}": {round((needed + _headroom(needed, baseline)) * ranks)} (now {limit})')
         if "; write " not in first and further_advice:
             first, further_advice[0] = first.partition("; ")[0], f"; write {further_advice[0]}"
             return "\n".join((first + " or ".join(further_advice), *others))
         return "\n".join((" or ".join([first, *further_advice]), *others))
     return None
+
+
+def _headroom(needed: int, baseline: int) -> float:
+    """What an advised limit has beyond the bytes that are needed, of which the process has `baseline` already."""
+    return max(_HEADROOM * baseline, min(_HOLES * needed, _MOST_HOLES))
 
 
 def _with_key(config: DeepSpeedJson, resolved: RunSettings, path: str, value: float) -> tuple[DeepSpeedJson, RunSettings]:

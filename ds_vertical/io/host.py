@@ -13,9 +13,10 @@ that large back to the kernel, or not, as the heap happens to lie; the kernel th
 one core while the others wait: up to a fifth of a step. Kept memory has its price: an aligned block fits only into a larger
 freed one (glibc before 2.38), so the heap first grows by a few blocks. And a heap that was large once has holes: gigabytes of
 addresses without pages. A block goes there however large it is, takes pages, and leaves them behind when it is freed; the next
-one may lie elsewhere. So no block of 4 MiB or more lies in the heap while the model is built. And where a run may take only so
-much memory, `trim` gives the pages of all holes back at a few places of each step. Where the budget has no room to keep what
-the largest gradients free (those of embedding and head, as a rule), `trim` also follows each backward that makes them.
+one may lie elsewhere. So no block of 4 MiB or more lies in the heap while the model is built. And where a run may take little
+more memory than it needs, `trim` gives the pages of all holes back at a few places of each step. Where the budget has no room
+to keep what the largest gradients free (those of embedding and head, as a rule), `trim` also follows each backward that makes
+them.
 
 [Note: one team] torch computes on a team of OpenMP threads per calling thread. Where more of them exist in a process than
 there are cores, whether they work or not, the runtime lets them sleep between any two operations instead of waiting awake, and
@@ -55,9 +56,11 @@ _ONLY_ACCELERATE_LAUNCH: Final = "ACCELERATE_DYNAMO_USE_FULLGRAPH"  # others of 
 _UNLIMITED: Final = 1 << 60  # cgroup v1 writes about 2^63 where there is no limit
 _DONTNEED, _DONTFORK, _HUGEPAGE = 4, 10, 14  # madvise's
 HUGE_BYTES: Final = 2 << 20
-# M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h, with the most that it takes for each by itself
-_MMAP_THRESHOLD, MAPPED_BY_ITSELF = -3, 32 << 20
-_THRESHOLDS: Final = ((-1, 64 << 20), (_MMAP_THRESHOLD, MAPPED_BY_ITSELF))
+# M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h, with the most that it takes for each by itself, and their names in
+# a user's environment
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_THRESHOLDS: Final = {_TRIM_THRESHOLD: 64 << 20, _MMAP_THRESHOLD: 32 << 20}
+_TUNABLES: Final = {_TRIM_THRESHOLD: "trim_threshold", _MMAP_THRESHOLD: "mmap_threshold"}
 MAPPED_AHEAD: Final = 4 << 20  # while a model is built
 
 
@@ -121,24 +124,42 @@ def rest_pages(address: int, num_bytes: int) -> None:
 
 def map_blocks_from(num_bytes: int) -> None:
     """Let the C library take each block that large from the system by itself, and give it back as it is freed, until
-    `keep_freed_memory`: see [Note: freed memory]. Nothing changes with another C library than glibc."""
-    mallopt = getattr(_libc(), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, num_bytes)
+    `keep_freed_memory`: see [Note: freed memory]. Nothing changes with another C library than glibc, and where the user's
+    environment names the size."""
+    _set_threshold(_MMAP_THRESHOLD, num_bytes)
 
 
 def keep_freed_memory(num_bytes: int) -> None:
     """Let this process keep so much of what it frees, and allocate from it: see [Note: freed memory]. Never less than glibc
     comes to keep by itself, which adapts no more from then on. `trim` gives it back all the same. Nothing changes with another
-    C library than glibc."""
+    C library than glibc, and of each of the two sizes that the user's environment names."""
+    for parameter, least in _THRESHOLDS.items():
+        _set_threshold(parameter, max(num_bytes, least))
+
+
+def _set_threshold(parameter: int, num_bytes: int) -> None:
+    """One of `_THRESHOLDS`, unless the user has set it: glibc has read his number when the process started."""
+    name = _TUNABLES[parameter]
+    by_user = f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}=" in os.environ.get("GLIBC_TUNABLES", "")
     mallopt = getattr(_libc(), "mallopt", None)
-    if mallopt is not None:
-        for parameter, least in _THRESHOLDS:
-            mallopt(parameter, min(max(num_bytes, least), 2**31 - 1))  # C's int
+    if mallopt is not None and not by_user:
+        mallopt(parameter, min(num_bytes, 2**31 - 1))  # C's int
+
+
+@functools.cache
+def is_trimmed() -> bool:
+    """Whether `trim` reaches what is freed: `malloc` is glibc's, neither another C library's nor one loaded in its place, such
+    as jemalloc."""
+    try:
+        glibc = ctypes.CDLL("libc.so.6")
+    except OSError:
+        return False
+    ours, used = (ctypes.cast(library.malloc, ctypes.c_void_p).value for library in (glibc, _libc()))
+    return hasattr(glibc, "malloc_trim") and ours == used
 
 
 def trim() -> None:
-    """Give the pages back that the C library keeps of memory freed earlier; nothing where it has no such call (musl)."""
+    """Give the pages back that the C library keeps of memory freed earlier; nothing where `is_trimmed` is false."""
     malloc_trim = getattr(_libc(), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

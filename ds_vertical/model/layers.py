@@ -19,7 +19,7 @@ from typing import Any, Final
 from torch import nn
 
 from ds_vertical.errors import LayerError
-from ds_vertical.model.source_order import End, called_children, called_in_turn, end_of
+from ds_vertical.model.source_order import End, are_ends_told, called_children, called_in_turn, end_of
 from ds_vertical.schedule.events import Outside
 from ds_vertical.types import PRE, SUF, Unit
 
@@ -56,8 +56,9 @@ class LayerMap:
     and, where it is a unit, `suf` to its parameters, each parameter in exactly one unit (one that several layers share: `pre`).
     `whole`: blocks of which a hook has computed with a parameter of the block, as steps find them: see `stubs`. `apart`: the
     units outside the layers that, as far as steps have found, the prefix alone (`pre`) or the suffix alone (`suf`) uses.
-    `missed`: those of which this rank has found otherwise. `behind`: ids of the parameters that the suffix alone uses, as far
-    as sources tell; their gradients are there and gone ahead of those of the others outside the layers.
+    `missed`: those of which this rank has found otherwise. `used_behind`: ids of the parameters that the suffix alone uses,
+    where the forwards' sources show so (`are_ends_told`); their gradients are there and gone ahead of those of the others
+    outside the layers.
     """
 
     blocks: tuple[Block, ...]
@@ -66,7 +67,7 @@ class LayerMap:
     whole: set[int] = field(default_factory=set)
     apart: set[Unit] = field(default_factory=set)
     missed: set[Unit] = field(default_factory=set)
-    behind: frozenset[int] = frozenset()
+    used_behind: frozenset[int] = frozenset()
 
     @property
     def outside(self) -> Outside:
@@ -115,8 +116,8 @@ def map_layers(
         start = end
     whole = LayerMap(blocks, tuple(layers), _assign_units(model, blocks, layers))
     ends = _ends(model, whole)
-    if not any(map(_is_of_both, ends.values())):
-        whole = replace(whole, behind=frozenset(key for key, found in ends.items() if found == {"behind"}))
+    if not any(map(_is_of_both, ends.values())) and are_ends_told(model, [block.path for block in blocks], ends):
+        whole = replace(whole, used_behind=frozenset(key for key, found in ends.items() if found == {"behind"}))
     return _with_ends_apart(whole, ends) if apart else whole
 
 

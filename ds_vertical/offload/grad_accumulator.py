@@ -300,8 +300,8 @@ class GradientStore(UnitGradients):
     """Sums of `param.grad` per unit, in the gradient accumulation dtype.
 
     Gradients of parameters that the optimizer does not have are thrown away. The store calls `begin` with a unit whose next
-    sums are about to be made: what is held of its last ones is needed no longer. `trims`: whether freed memory goes back to the
-    system behind each backward that has made gradients outside the layers, see [Note: freed memory] in `io.host`.
+    sums are about to be made: what is held of its last ones is needed no longer. `trims_above`: bytes of gradients outside
+    the layers; behind each backward that makes more of them, freed memory goes back ([Note: freed memory] in `io.host`).
 
     The first contribution is copied and later ones are added in the order of the `add` calls, each after rounding to the
     dtype that stock would communicate it in: the bits of stock's accumulation.
@@ -332,7 +332,7 @@ class GradientStore(UnitGradients):
         self._sums: dict[Unit, UnitSums] = {}
         self._one_by_one, self._late = True, False  # whether gradients are added as they are made; never more: see the note
         self._made: dict[Unit, MadeGradients] = {}
-        self.trims = False
+        self.trims_above: int | None = None
         self.reserve = Reserve(partial(torch.empty, dtype=dtype, device=place.device))
         # a GPU's memory is torch's to keep, for whatever comes next
         self._new = (
@@ -376,8 +376,10 @@ class GradientStore(UnitGradients):
             self._tell(param)
             param.grad = None
         moved = [self._add(unit, index) for index in range(len(self._units[unit]))]
-        if self.trims and not isinstance(unit, int) and any(moved):
-            host.trim()
+        if self.trims_above is not None and not isinstance(unit, int):
+            sizes = (self._facts.numel(param) * param.element_size() for param in self._units[unit])
+            if sum(size for size, has in zip(sizes, moved, strict=True) if has) > self.trims_above:
+                host.trim()
         self._arrivals.note(unit)
 
     def _add(self, unit: Unit, index: int, made: bool = False) -> bool:

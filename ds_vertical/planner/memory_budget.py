@@ -112,12 +112,14 @@ class BudgetTerms:
     keeps_freed: bool = True
 
 
+SPARE_SHARE: Final = 0.1  # of what a run needs: with less room beyond it freed memory goes back within each step
 LEAN: Final = {"pairs": False, "keeps_freed": False}  # of `BudgetTerms`: what a run gives up before it is refused
 
 
-def with_room(terms: BudgetTerms, fits: Callable[[BudgetTerms], bool]) -> BudgetTerms:
-    """`terms`, which have both `pairs` and `keeps_freed`, or the first, or neither, as memory has room."""
-    tried = (terms, dataclasses.replace(terms, pairs=False), dataclasses.replace(terms, **LEAN))
+def with_room(terms: BudgetTerms, fits: Callable[[BudgetTerms], bool], trims: bool = True) -> BudgetTerms:
+    """`terms`, which have both `pairs` and `keeps_freed`, or the second, or neither, as memory has room. `trims`: whether the C
+    library gives freed memory back when it is told to; where it does not, it keeps what any backward frees."""
+    tried = [terms, dataclasses.replace(terms, pairs=False), *([dataclasses.replace(terms, **LEAN)] if trims else [])]
     return next((each for each in tried if fits(each)), tried[-1])
 
 

@@ -279,6 +279,7 @@ class ModelSpec:
     block may keep for its backward. `suf`: of the elements outside the blocks, those that the suffix alone uses (null: none are
     known to be such); `apart`: the units outside the layers that may be away (`layers`, [Note: two ends]). `block_sizes`:
     elements of each parameter of the largest block, `outside_sizes`: of each outside the blocks (none: no parameter is small).
+    `ends_in_turn`: whether the forwards' sources show that nothing but the suffix uses `suf`.
     """
 
     name: str
@@ -301,6 +302,7 @@ class ModelSpec:
     apart: tuple[Unit, ...] = ()
     block_sizes: tuple[int, ...] = ()
     outside_sizes: tuple[int, ...] = ()
+    ends_in_turn: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -433,7 +435,7 @@ def _freed(spec: ModelSpec, division: Division) -> FreedBytes:
     of a layer the small ones and a large one, of the code ahead of the layers all, or behind them; and a kernel's own copy."""
     param_bytes, largest = DTYPE_BYTES[spec.dtype], spec.largest_parameter
     outside, *layers = spec.gradients(division.blocks_per_layer) or (spec.pre_elements, *spec.layers(division.blocks_per_layer))
-    suf = spec.suf.gradients if spec.suf is not None else 0
+    suf = spec.suf.gradients if spec.suf is not None and (division.apart or spec.ends_in_turn) else 0
     trained, in_block = min(largest, max(outside, *layers)), max(spec.block_sizes, default=largest)
     made = max(_made_at_once(spec, division, max(layers)), outside - suf, suf)
     most = param_bytes * made + kernel_copy_bytes(trained, largest, param_bytes)
@@ -453,7 +455,7 @@ def _working_bytes(spec: ModelSpec, division: Division) -> int:
     copies while the most of that is there, those of the host do."""
     param_bytes, trained = DTYPE_BYTES[spec.dtype], spec.gradients(division.blocks_per_layer)
     outside, *layers = trained or (spec.pre_elements, *spec.layers(division.blocks_per_layer))
-    suf = spec.suf.gradients if spec.suf is not None else None
+    suf = spec.suf.gradients if spec.suf is not None and (division.apart or spec.ends_in_turn) else None
     in_block, in_suffix = (division.sequences * saved for saved in (spec.block_saved_bytes, spec.head_saved_bytes))
     in_layer = param_bytes * _made_at_once(spec, division, max(layers)) + division.blocks_per_layer * in_block
     in_head = param_bytes * (outside if suf is None else suf) + in_suffix + in_block

@@ -9,16 +9,21 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import base_config, running, small_buffers, start_process_group
 from models import MixerModel, token_batches
 from places import ROOT
+from torch import nn
 
+from ds_vertical.engine import api
+from ds_vertical.errors import LayerError
 from ds_vertical.io import host
 from ds_vertical.planner import memory_budget
 
@@ -32,7 +37,18 @@ DIMS = {
     "vocab_size": 64_000,  # whose gradients are larger than what the C library keeps by itself
     "tie_word_embeddings": False,
 }
+VOCAB = 401  # of a model 64 wide: the gradients of its ends are larger than all that a layer's backward frees
 BELOW = 96 * MIB  # of the formula: what libraries may load at their first use, and did not
+
+
+needs_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the C library has no mallinfo2")
+
+
+@pytest.fixture
+def heap() -> Iterator[None]:
+    """What `prepare` sets for the whole process ends with the test."""
+    yield
+    host.keep_freed_memory(0)
 
 
 def trained(folder: Path, host_memory_bytes: int, steps: int) -> tuple[int, str, list[dict[str, Any]]]:
@@ -63,29 +79,112 @@ def trained(folder: Path, host_memory_bytes: int, steps: int) -> tuple[int, str,
     return done.returncode, done.stdout + done.stderr, [json.loads(line) for line in records]
 
 
+class SharedMixer(MixerModel):
+    """Every block adds the same parameter."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__(width=64, vocab=vocab)
+        self.shared = nn.Parameter(torch.zeros(64))
+        for block in self.blocks:
+            block.shared = self.shared
+            block.forward = partial(_with_shared, block)  # type: ignore[method-assign]
+
+
+def _with_shared(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return type(block).forward(block, x) + block.shared
+
+
 @pytest.mark.parametrize(
-    ("limit", "is_short", "count"),
-    [(None, False, 0), (8 << 30, False, 3), (8 << 30, True, 3 + 2 * 3)],
-    ids=["no limit", "limit", "short"],
+    ("limit", "keeps_freed", "spare", "count"),
+    [
+        (None, True, 10.0, 0),
+        (8 << 30, True, memory_budget.SPARE_SHARE, 0),
+        (8 << 30, True, 1000.0, 3),
+        (8 << 30, False, 1000.0, 3 + 2 * 3),
+    ],
+    ids=["no limit", "room", "limit", "short"],
 )
+@pytest.mark.parametrize("build", [partial(MixerModel, width=64, vocab=VOCAB), partial(SharedMixer, VOCAB)], ids=["", "shared"])
 def test_a_run_at_its_least_gives_freed_memory_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None, is_short: bool, count: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: int | None,
+    keeps_freed: bool,
+    spare: float,
+    count: int,
+    build: Callable[[], nn.Module],
 ) -> None:
-    """Ahead of the REDUCE of the last layer, of the first and of what is outside them; and where memory is short behind each
-    backward of an end of the model, of three micro-batches."""
-    if is_short:
-        lean = partial(replace, **memory_budget.LEAN)
-        monkeypatch.setattr(memory_budget, "with_room", lambda terms, _: lean(terms))
+    """Ahead of the REDUCE of the last layer, of the first and of what is outside them, where little is left of a limit; and
+    where less is left behind each backward of an end of the model, of three micro-batches. `spare`: in place of a tenth."""
+    chosen = partial(replace, keeps_freed=keeps_freed)
+    monkeypatch.setattr(memory_budget, "with_room", lambda terms, *_: chosen(terms))
+    monkeypatch.setattr(api, "SPARE_SHARE", spare)
     config = small_buffers(base_config(tmp_path, dtype="fp32", section={"host_memory_bytes": limit}))
     batches, trimmed, trim = token_batches(2, 3), [], host.trim
-    with running(config, MixerModel, vertical=True) as (engine, _):
+    with running(config, build, vertical=True) as (engine, _):
         engine.train_batch(iter(batches[0]))  # with the self-check
         monkeypatch.setattr(host, "trim", lambda: trimmed.append(trim()))
         engine.train_batch(iter(batches[1]))
     assert len(trimmed) == count
 
 
-def test_no_large_block_lies_in_the_heap_while_the_model_is_built(tmp_path: Path) -> None:
+class Mallinfo(ctypes.Structure):
+    """glibc's struct mallinfo2; `hblks`: how many blocks lie outside the heap."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", *"vwxyz")]
+
+
+def lies_in_the_heap(num_bytes: int) -> bool:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes, libc.mallinfo2.restype = ctypes.c_void_p, [ctypes.c_void_p], Mallinfo
+    before = libc.mallinfo2().hblks
+    block = libc.malloc(num_bytes)
+    after = libc.mallinfo2().hblks
+    libc.free(block)
+    return after == before
+
+
+@needs_glibc
+@pytest.mark.parametrize("environment", [{}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=33554432"}], ids=["", "users"])
+def test_only_an_engine_or_an_error_of_initialize_ends_what_prepare_has_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], heap: None
+) -> None:
+    import ds_vertical
+
+    start_process_group()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    prepared = ds_vertical.prepare(base_config(tmp_path / "swap"))
+    assert lies_in_the_heap(8 << 20) == bool(environment)
+    with pytest.raises(LayerError):
+        ds_vertical.initialize(model=nn.Linear(4, 4), config=prepared)
+    assert lies_in_the_heap(8 << 20)
+
+
+TOP = """
+import resource, types
+import torch
+from ds_vertical.engine.assembly import Assembly
+from ds_vertical.io import host
+
+host.map_blocks_from(host.MAPPED_AHEAD)
+optimizer = types.SimpleNamespace(optimizer_swapper=None)
+Assembly.give_memory_back(types.SimpleNamespace(module=torch.nn.Module(), optimizer=optimizer))
+for _ in range(8):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(24 << 20, dtype=torch.uint8).fill_(1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@needs_glibc
+def test_an_engine_keeps_what_is_freed_at_the_heaps_top_from_its_first_step_on() -> None:
+    done = subprocess.run([sys.executable, "-c", TOP], capture_output=True, text=True, check=True, timeout=200)
+    assert int(done.stdout.split()[-1]) < 600  # of 6144 pages
+
+
+@needs_glibc
+def test_no_large_block_lies_in_the_heap_while_the_model_is_built(tmp_path: Path, heap: None) -> None:
     """Each of these is freed while small ones behind it are in use, which would leave a hole of its size."""
     import ds_vertical
 
@@ -123,8 +222,13 @@ def test_the_gradients_of_one_end_count_at_a_time() -> None:
 def test_what_is_faster_is_given_up_in_the_order_of_what_it_brings() -> None:
     terms, taken = memory_budget.BudgetTerms(4, one_memory=True), {(True, True): 9, (False, True): 6, (False, False): 4}
     for room, expected in ((9, (True, True)), (8, (False, True)), (5, (False, False)), (1, (False, False))):
-        found = memory_budget.with_room(terms, lambda each, room=room: taken[each.pairs, each.keeps_freed] <= room)
+
+        def fits(each: memory_budget.BudgetTerms, room: int = room) -> bool:
+            return taken[each.pairs, each.keeps_freed] <= room
+
+        found = memory_budget.with_room(terms, fits)
         assert (found.pairs, found.keeps_freed) == expected
+        assert memory_budget.with_room(terms, fits, trims=False).keeps_freed  # jemalloc, musl
 
 
 @pytest.mark.slow

@@ -40,6 +40,88 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(T5Config(vocab_size=64, **sizes))
 
 
+class Plain(nn.Module):
+    """Embedding, layers, head, in the order of definition that is given."""
+
+    def __init__(self, order: str = "embed blocks head") -> None:
+        super().__init__()
+        made = {
+            "embed": lambda: nn.Embedding(9, 8),
+            "blocks": lambda: nn.ModuleList(nn.Linear(8, 8) for _ in range(3)),
+            "head": lambda: nn.Linear(8, 9),
+        }
+        for name in order.split():
+            setattr(self, name, made[name]())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class HeadBeside(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + nn.functional.linear(x, self.embed.weight)
+
+
+class HeadAhead(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.head.weight
+        x = self.embed(x) + weight[0]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Passed(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        head = self.head
+        x = self.embed(x) + head(torch.zeros(8)).sum()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Twice(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = self.embed(x)
+        for block in self.blocks:
+            states = block(states)
+        return self.head(states + self.embed(x))
+
+
+class ByHand(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head.forward(x)
+
+
+UNREADABLE: dict[str, Any] = {"Plain": Plain}
+exec("class Unreadable(Plain):\n def forward(self, x): return Plain.forward(self, x)", UNREADABLE)
+
+
+def used_behind(model: nn.Module) -> set[str]:
+    behind = map_layers(model).used_behind
+    return {name for name, param in model.named_parameters() if id(param) in behind}
+
+
+def test_a_budget_splits_the_ends_gradients_where_sources_show_who_uses_what() -> None:
+    assert used_behind(Plain()) == used_behind(Plain("head embed blocks")) == {"head.weight", "head.bias"}
+    assert "lm_head.weight" in used_behind(tiny_neox(num_layers=2, hidden=32))
+
+
+@pytest.mark.parametrize("kind", [HeadBeside, HeadAhead, Passed, Twice, ByHand, UNREADABLE["Unreadable"]])
+def test_a_budget_counts_both_ends_gradients_together_where_sources_do_not(kind: Callable[[str], nn.Module]) -> None:
+    for order in ("embed blocks head", "head embed blocks"):
+        assert used_behind(kind(order)) == set()
+
+
 def test_embedding_and_head_are_units_of_their_own() -> None:
     model = tiny_neox(num_layers=2, hidden=32)
     units = names_of(model)

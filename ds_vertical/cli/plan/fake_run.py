@@ -198,6 +198,7 @@ def _read(name: str, model: PreTrainedModel, sequence_length: int, dtype: str) -
         head_saved_bytes=end.kept_bytes - marks[-1].kept_bytes,
         menus=menus,
         suf=_suf(layers),
+        ends_in_turn=bool(layers.used_behind),
         apart=layers.outside.apart,
         block_sizes=max((tuple(map(nn.Parameter.numel, block.parameters())) for block in blocks), key=sum),
         outside_sizes=tuple(param.numel() for unit in layers.outside.units for param in layers.units[unit]),

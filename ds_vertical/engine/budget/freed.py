@@ -35,7 +35,7 @@ def _made_at_once(layers: LayerMap, unit: Unit, stepped: Collection[int]) -> int
     blocks = layers.layers[unit] if isinstance(unit, int) else ()
     compiled = any(is_compiled(module) for block in blocks for module in layers.blocks[block].module.modules())
     if not isinstance(unit, int):  # those of the suffix have been added by the time that the others are made
-        behind = sum(size for param, size in zip(params, sizes, strict=True) if id(param) in layers.behind)
+        behind = sum(size for param, size in zip(params, sizes, strict=True) if id(param) in layers.used_behind)
         return max(behind, sum(sizes) - behind)
     if compiled or runs_others_code(layers, unit):
         return sum(sizes)
