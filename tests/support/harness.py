@@ -229,7 +229,7 @@ def free_stock_buffers(of_parameters: Iterable[Any], of_state: Iterable[Any]) ->
     """Those that its swappers have locked."""
     for swapper in of_parameters:
         swapper.aio_read_handle.free_cpu_locked_tensor(swapper.buffers)
-        if swapper.partitioned_swap_buffer is not None:
+        if getattr(swapper, "partitioned_swap_buffer", None) is not None:  # one that was cut while it was made has none
             swapper.aio_write_handle.free_cpu_locked_tensor(swapper.partitioned_swap_buffer)
     for swapper in of_state:
         for buffer in swapper.swap_buffer_manager.all_buffers:
