@@ -114,10 +114,8 @@ def free_lost_buffers() -> None:
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
 
     objects = gc.get_objects()
-    whole = [
-        each for each in objects if type(each) is AsyncPartitionedParameterSwapper and hasattr(each, "partitioned_swap_buffer")
-    ]
-    free_stock_buffers(whole, [each for each in objects if issubclass(type(each), OptimizerSwapper)])
+    locked = [each for each in objects if type(each) is AsyncPartitionedParameterSwapper and hasattr(each, "buffers")]
+    free_stock_buffers(locked, [each for each in objects if issubclass(type(each), OptimizerSwapper)])
 
 
 def give_up_folders() -> None:
