@@ -46,6 +46,7 @@ _DTYPES: Final = {2: "bf16", 4: "fp32"}
 _DELAYS: Final = DELAYS[::2]
 _SHARES: Final = 16  # of the waiting gradients, and of the copies, tried from all to none
 _STATE_KEY: Final = "optimizer_host_share"
+_IMPORTED_BYTES: Final = 32 << 20  # at most: what choices leave of the room
 
 # bytes of host memory that this rank may take in all, and beside its parameters: `memory_check.host_room`
 Room = tuple[int, int]
@@ -188,7 +189,10 @@ def choose_all(
     room: Room,
 ) -> RunSettings:
     """`resolved` with every null replaced that host memory or the machine's rates decide before the first step: what stock has
-    in host memory, then timing, and of what these leave the state. `report`: see `choose_timing`. Collective."""
+    in host memory, then timing, and of what these leave the state. `report`: see `choose_timing`. The choices leave some of
+    the room: what they import is the process's by the time of the memory check, which would refuse them. Collective."""
+    allowed, baseline = room
+    room = allowed - min(_IMPORTED_BYTES, allowed // 100), baseline
     resolved = choose_gradient_tier(section, choose_copy_share(resolved, forecast_of, room), forecast_of, room)
     resolved = choose_timing(section, resolved, forecast_of(resolved).paired(room), model, report, room)
     return choose_state_share(section, resolved, forecast_of, room)

@@ -21,6 +21,7 @@ from resuming import assert_whole, config_in, model_of, train
 from ds_vertical.cli import clean
 from ds_vertical.engine.checkpoint import manifest, save
 from ds_vertical.engine.checkpoint.save import POINTS
+from ds_vertical.io.runs import held_folders
 
 NUM_KILLS = 50
 NUM_SOAK_STEPS = 500
@@ -68,9 +69,11 @@ def kill_in_save(engine: Any, ssd: Path, folder: Path, tag: str, point: str) -> 
     killed run would: the parent has to load a checkpoint."""
     engine.flush()
     before = set(ssd.rglob("*"))
+    [tree] = [tree for folder in ssd.iterdir() if (tree := held_folders.tree_of(folder)) is not None]
     child = os.fork()
     if child == 0:
         try:
+            held_folders.hold(tree)  # a child has let go of it
             engine.optimizer.calls._pid = os.getpid()  # else refused; what this child does is what a killed process would
             torch.set_num_threads(1)  # the others are the parent's
             save.reach = lambda reached: os.kill(os.getpid(), signal.SIGKILL) if reached == point else None
