@@ -232,6 +232,8 @@ def test_gradients_wait_in_host_memory_as_far_as_it_holds_them(tmp_path: Path) -
     assert needed(chosen(1)) == min(map(needed, shares))
     assert chosen(1, section.model_copy(update={"gradient_host_share": 1.0})) == 1.0
     assert chosen(1, resolved=replace(resolved, keep_gradients=True)) == 1.0
+    full = autotune.choose_all(section, resolved, forecast_of, network, None, (needed(1.0), 7))
+    assert 0 < needed(full.gradient_host_share) < needed(1.0), "what the choices import has no room beside them"
 
 
 def test_a_node_keeps_as_many_copies_as_host_memory_holds(tmp_path: Path) -> None:
