@@ -19,6 +19,7 @@ from ds_vertical.compat import version  # noqa: F401 - refuses another DeepSpeed
 import contextlib
 import errno
 import functools
+import io
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartiti
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from ds_vertical import interrupts
 from ds_vertical.compat.ops.load import new_disk_queue
 from ds_vertical.io import files, remove_tree
 from ds_vertical.io.aio import ALIGNMENT_BYTES, DiskQueue, Transfer
@@ -56,7 +58,7 @@ class HeldHandle(WrappedHandle):
     def async_pread(self, buffer: torch.Tensor, path: str, offset: int) -> int:
         """Start to fill a 1-d tensor with a file's bytes from `offset` on. Returns 0, as DeepSpeed's does. Raises StorageError,
         also for a file that is too short, of which DeepSpeed's ends the process."""
-        with files.naming(path, "read"), os.fdopen(held_folders.open_file(path), "rb", buffering=0) as file:
+        with files.naming(path, "read"), _opened(path, os.O_RDONLY) as file:
             if (num_bytes := os.fstat(file.fileno()).st_size) < offset + buffer.nbytes:
                 raise OSError(errno.ENODATA, f"the file ends at byte {num_bytes} of {offset + buffer.nbytes}")
             opened = held_folders.by_descriptor(file.fileno())
@@ -64,10 +66,15 @@ class HeldHandle(WrappedHandle):
 
     def async_pwrite(self, buffer: torch.Tensor, path: str, offset: int) -> int:
         """Start to write a 1-d tensor to a file from `offset` on; makes the file. Returns 0. Raises StorageError."""
-        flags = os.O_WRONLY | os.O_CREAT
-        with files.naming(path, "write"), os.fdopen(held_folders.open_file(path, flags), "wb", buffering=0) as file:
+        with files.naming(path, "write"), _opened(path, os.O_WRONLY | os.O_CREAT) as file:
             opened = held_folders.by_descriptor(file.fileno())
             return _start(self._handle.async_pwrite, buffer, opened, os.O_WRONLY, offset)
+
+
+def _opened(path: str, flags: int) -> io.FileIO:
+    """The file, which goes with what refers to it: no interrupt comes while it is a bare number."""
+    with interrupts.deferred(firmly=True):
+        return io.FileIO(held_folders.open_file(path, flags), "rb" if flags == os.O_RDONLY else "wb")
 
 
 def _start(transfer: Callable[[torch.Tensor, str, int], int], buffer: torch.Tensor, path: str, flags: int, offset: int) -> int:
