@@ -60,9 +60,8 @@ run() { # one command, within what is left of the stage's time
 
 [ -z "$wheels" ] || run "$python" -m pip install --no-index --no-deps "$wheels"/*.whl
 [ -n "$prints" ] || mkdir -p "$out"
-# Ahead of all else. On 16 cores the ops of both devices took 160 s, one device after the other, and async_io's 12 files two at a
-# time. Now both devices are at it together, and an op has as many files at a time as is its share of all: 120 s for both,
-# and some 70 s for one device.
+# Ahead of all else. On 16 cores the ops of both devices, compiled at the same time, took 120 s (2026-11-27); an op has as many
+# files at a time as is its share of all. 70 s are assumed for one device.
 build=(-m ds_vertical.cli.main build-ops)
 case $stage in # shellcheck disable=SC2016  # the inner shell reads its own arguments
     tests) run bash -c 'DS_ACCELERATOR=cpu "$@" & "$@" && wait "$!"' both "$python" "${build[@]}" ;;
