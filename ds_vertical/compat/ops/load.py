@@ -62,8 +62,9 @@ class OwnOp:
     def load(self) -> ModuleType:
         """The compiled module. Raises RuntimeError, with `otherwise`, where it cannot be compiled; ConfigError."""
         cache.activate()
+        builder: Any = self.builder()  # whose `load` has no types of its own
         try:
-            module: ModuleType = self.builder().load(verbose=False)
+            module: ModuleType = builder.load(verbose=False)
         except ConfigError:
             raise
         except Exception as error:
