@@ -172,16 +172,17 @@ def test_what_a_hook_keeps_is_its_micro_batchs(tmp_path: Path, where: str, detac
 
 @pytest.mark.parametrize("case", [MaskOnBlocks, SharedContext, GlobalList, BufferThroughParent, Statistics, SharedUserDict])
 def test_evaluation_sees_its_own_state(tmp_path: Path, case: type[Base]) -> None:
-    def loss_fn(loss: torch.Tensor, _: Any) -> torch.Tensor:
-        return loss
-
-    with running(config_in(tmp_path), case, vertical=True) as (engine, model):
-        step = batches(1)[0]
-        engine.train_batch(iter(batches(1, seed=8)[0]))
-        together = engine.eval_batch(iter(step), loss_fn)
-        model.eval()
-        apart = [engine(**micro_batch) for micro_batch in step]
-        assert together.item() == torch.stack(apart).mean().item()
+    """Each micro-batch's loss is that of stock's evaluation, and of a forward by itself."""
+    arms: list[list[float]] = []
+    for vertical in (False, True):
+        losses: list[float] = []
+        with running(config_in(tmp_path), case, vertical=vertical) as (engine, model):
+            engine.train_batch(iter(batches(1, seed=8)[0]))
+            engine.eval_batch(iter(batches(1)[0]), lambda loss, _, losses=losses: losses.append(loss.item()) or loss)
+            model.eval()
+            assert [engine(**micro_batch).item() for micro_batch in batches(1)[0]] == losses[-M:]
+        arms.append(losses[-M:])
+    assert arms[0] == arms[1] and len(set(arms[0])) == M
 
 
 @pytest.mark.parametrize(

@@ -116,13 +116,14 @@ def start_process_group() -> None:
 @dataclass
 class Run:
     """What one arm computed: per step losses, norms and full gradients (fp32 sums over the micro-batches, before
-    clipping); at the end weights (model dtype) and fp32 masters and moments, all by parameter name."""
+    clipping); at the end weights (model dtype), fp32 masters and moments, and the model's buffers, all by name."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     grads: list[dict[str, torch.Tensor]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     counters: dict[str, Any] = field(default_factory=dict)
     ssd_bytes: int = 0
 
@@ -203,6 +204,7 @@ def run_arm(
                 between(engine, step)
         run.weights = read_weights(model)
         run.state = read_state(engine, model)
+        run.buffers = {name: buffer.cpu().clone() for name, buffer in model.named_buffers()}
         run.ssd_bytes = bytes_on_ssd(model)
         names = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
         run.counters = {name: getattr(engine, name) for name in names} | {"lr": engine.get_lr()}
@@ -347,13 +349,14 @@ def largest_relative(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> 
 
 
 def assert_identical(stock: Run, vertical: Run) -> None:
-    """N1: losses, norms, gradients of every step, weights, masters and moments, counters: bit for bit."""
+    """N1: losses, norms, gradients of every step, weights, masters and moments, buffers, counters: bit for bit."""
     assert stock.losses == vertical.losses
     assert stock.norms == vertical.norms
     for step, (a, b) in enumerate(zip(stock.grads, vertical.grads, strict=True)):
         assert not differing(a, b), f"gradients of step {step}"
     assert not differing(stock.weights, vertical.weights)
     assert not differing(stock.state, vertical.state)
+    assert not (stock.buffers or vertical.buffers) or not differing(stock.buffers, vertical.buffers)
     assert stock.counters == vertical.counters
 
 

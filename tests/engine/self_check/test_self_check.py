@@ -237,6 +237,60 @@ def test_what_cannot_be_followed_is_found_by_name_and_right_in_stocks_order(tmp_
         engine.train_batch(iter(batches(1)[0]))
 
 
+class SuffixBlock(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.body(x * (1 + 0.1 * self.owner[0].steps[0]))
+
+
+class CountedInTheSuffix(Base):
+    """Blocks read what the end of the forward counts up."""
+
+    block = SuffixBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = [0]
+        for block in self.blocks:
+            block.owner = (self,)
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps[0] += 1
+        return x.new_zeros(())
+
+
+class CountedByAHook(Base):
+    """A hook on the last block and the code behind that block count up the same number, which the latter reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = [0]
+        self.blocks[-1].register_forward_hook(self.count)
+
+    def count(self, *_: object) -> None:
+        self.steps[0] += 1
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        self.count()
+        return 0.1 * self.steps[0] * x.mean()
+
+
+@pytest.mark.parametrize(
+    ("case", "differs"),
+    [
+        (CountedInTheSuffix, r"self_check: layer 0 \(blocks\.0\): output tensor 0 of micro-batch 1 differs by .*"),
+        (CountedByAHook, r"self_check: the loss of micro-batch 1 differs by .*"),
+    ],
+)
+def test_state_with_which_no_micro_batch_begins_as_in_stock_is_found(
+    tmp_path: Path, case: type[Base], differs: str
+) -> None:
+    """The rows of docs/state.md that leave it to the check; without the check such a step would train with other numbers."""
+    with running(checked(tmp_path, None), case, vertical=True) as (engine, model):
+        with pytest.raises(SelfCheckError, match=differs + '.*set vertical_schedule.order to "horizontal"'):
+            engine.train_batch(iter(batches(1)[0]))
+        assert model.steps == [0]
+
+
 def test_a_resume_with_the_same_model_is_not_checked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saves = tmp_path / "saves"
     said = []
