@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cut_first import FirstTrials, in_check, in_step, sites_of_check
-from cut_kinds import BUILD, FIRST, KINDS, SECTION, STEPS, evaluate, make, three_calls
+from cut_kinds import BUILD, FIRST, KINDS, SECTION, STEPS, evaluate, make, state_of, three_calls
 from cutting import Cut, Reference, Site, Trials, chosen, recorded, reference_of, surroundings
 from harness import base_config, contents, differing, dispose, read_weights, running, small_buffers
 
@@ -202,6 +203,66 @@ def test_a_call_between_steps_that_is_cut_anywhere(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize("kind", BETWEEN)
 def test_a_call_between_steps_that_is_cut_everywhere(tmp_path: Path, kind: str, name: str) -> None:
     between_steps(tmp_path, kind, name, None)
+
+
+def again(engine: Any) -> float:
+    """The loss of an evaluation with the random numbers of the engine's first one; those of a cut one are used up."""
+    engine._loop._num_evaluations = 0
+    loss: float = engine.eval_batch(iter(STEPS[0])).item()
+    return loss
+
+
+def evaluations(folder: Path, count: int) -> Iterator[tuple[dict[str, Any], float]]:
+    """What a model that keeps state holds after two steps, and the loss of an evaluation behind that; then both after each of
+    `count` evaluations."""
+    engine, model = make("stateful", folder)
+    try:
+        for step in STEPS[:2]:
+            engine.train_batch(iter(step))
+        for _ in range(count):
+            before = state_of(model)
+            yield before, again(engine)
+    finally:
+        dispose(engine)
+
+
+def in_evaluations(folder: Path, count: int | None) -> None:
+    """One that is cut has happened, or it has not: what modules hold and the loss of the next one are those of a run without."""
+    engine, model = make("stateful", folder / "cut")
+    wrong: list[str] = []
+    try:
+        for step in STEPS[:2]:
+            engine.train_batch(iter(step))
+        around = surroundings(model)
+        again(engine)  # the first one is checked, and learns
+        with recorded() as found:
+            again(engine)
+        cuts, done = chosen(found, count), 2
+        expected = list(evaluations(folder / "whole", 2 * len(cuts) + done + 2))
+        for cut in cuts:
+            with contextlib.suppress(KeyboardInterrupt), cut:
+                again(engine)
+            done += state_of(model) == expected[done + 1][0]
+            if state_of(model) != expected[done][0] or again(engine) != expected[done][1]:
+                wrong.append(str(cut))
+                break
+            done += 1
+        assert surroundings(model) == around
+    finally:
+        dispose(engine)
+    print(f"evaluate, stateful: {len(cuts)} cuts, {sum(bool(cut.done) for cut in cuts)} reached: {len(wrong)} wrong")
+    assert not wrong, "\n".join(wrong)
+    check_reached("evaluate", found, cuts)
+
+
+def test_an_evaluation_that_keeps_state_and_is_cut_anywhere(tmp_path: Path) -> None:
+    in_evaluations(tmp_path, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_an_evaluation_that_keeps_state_and_is_cut_everywhere(tmp_path: Path) -> None:
+    in_evaluations(tmp_path, None)
 
 
 def _train(engine: Any, model: Any) -> dict[str, torch.Tensor]:
