@@ -22,6 +22,7 @@ import functools
 import io
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,7 @@ from ds_vertical.io.aio import ALIGNMENT_BYTES, DiskQueue, Transfer
 from ds_vertical.io.runs import held_folders, stripes
 from ds_vertical.io.runs.held_folders import HeldTree
 
+_Transfer = Callable[[torch.Tensor, str, int], int]
 Offload = TypeVar("Offload", DeepSpeedZeroOffloadParamConfig, DeepSpeedZeroOffloadOptimizerConfig)
 
 
@@ -53,7 +55,16 @@ class WrappedHandle:
 
 
 class HeldHandle(WrappedHandle):
-    """The two transfers that the swappers ask of DeepSpeed's handle, which opens a file before it returns."""
+    """The two transfers that the swappers ask of DeepSpeed's handle, which opens a file before it returns.
+
+    DeepSpeed's handle ends the process where it goes while transfers are in flight, as after an interrupt. So this one waits
+    for those that it has started.
+    """
+
+    def __init__(self, handle: object) -> None:
+        super().__init__(handle)
+        self._flying = [0]  # transfers that no `wait` has been for
+        weakref.finalize(self, _complete, handle, self._flying)
 
     def async_pread(self, buffer: torch.Tensor, path: str, offset: int) -> int:
         """Start to fill a 1-d tensor with a file's bytes from `offset` on. Returns 0, as DeepSpeed's does. Raises StorageError,
@@ -61,28 +72,41 @@ class HeldHandle(WrappedHandle):
         with files.naming(path, "read"), _opened(path, os.O_RDONLY) as file:
             if (num_bytes := os.fstat(file.fileno()).st_size) < offset + buffer.nbytes:
                 raise OSError(errno.ENODATA, f"the file ends at byte {num_bytes} of {offset + buffer.nbytes}")
-            opened = held_folders.by_descriptor(file.fileno())
-            return _start(self._handle.async_pread, buffer, opened, os.O_RDONLY, offset)
+            return self._start(self._handle.async_pread, buffer, file, os.O_RDONLY, offset)
 
     def async_pwrite(self, buffer: torch.Tensor, path: str, offset: int) -> int:
         """Start to write a 1-d tensor to a file from `offset` on; makes the file. Returns 0. Raises StorageError."""
         with files.naming(path, "write"), _opened(path, os.O_WRONLY | os.O_CREAT) as file:
-            opened = held_folders.by_descriptor(file.fileno())
-            return _start(self._handle.async_pwrite, buffer, opened, os.O_WRONLY, offset)
+            return self._start(self._handle.async_pwrite, buffer, file, os.O_WRONLY, offset)
+
+    def _start(self, transfer: _Transfer, buffer: torch.Tensor, file: io.FileIO, flags: int, offset: int) -> int:
+        """Let DeepSpeed's handle open a file once more, and start a transfer. Raises OSError where it returns -1 instead of
+        0."""
+        path = held_folders.by_descriptor(file.fileno())
+        with interrupts.deferred(firmly=True):
+            has_failed = transfer(buffer, path, offset)
+            self._flying[0] += not has_failed
+        if has_failed:
+            os.close(os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC))  # raises what DeepSpeed has met
+            raise OSError(errno.EINVAL, f"DeepSpeed's asynchronous I/O does not take {buffer.nbytes} bytes at offset {offset}")
+        return 0
+
+    def wait(self) -> int:
+        """Complete what was started since the last wait; returns how many transfers that were."""
+        return _complete(self._handle, self._flying)
+
+
+def _complete(handle: Any, flying: list[int]) -> int:
+    """`flying`: how many transfers of the handle are; 0 afterwards. DeepSpeed's own wait ends the process where none is."""
+    with interrupts.deferred(firmly=True):
+        num_flying, flying[0] = flying[0], 0
+        return int(handle.wait()) if num_flying else 0
 
 
 def _opened(path: str, flags: int) -> io.FileIO:
     """The file, which goes with what refers to it: no interrupt comes while it is a bare number."""
     with interrupts.deferred(firmly=True):
         return io.FileIO(held_folders.open_file(path, flags), "rb" if flags == os.O_RDONLY else "wb")
-
-
-def _start(transfer: Callable[[torch.Tensor, str, int], int], buffer: torch.Tensor, path: str, flags: int, offset: int) -> int:
-    """Let DeepSpeed's handle open a file once more, and start a transfer. Raises OSError where it returns -1 instead of 0."""
-    if transfer(buffer, path, offset):
-        os.close(os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC))  # raises what DeepSpeed has met
-        raise OSError(errno.EINVAL, f"DeepSpeed's asynchronous I/O does not take {buffer.nbytes} bytes at offset {offset}")
-    return 0
 
 
 class StripedHandle(WrappedHandle):

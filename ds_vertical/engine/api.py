@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -58,13 +58,12 @@ _HALF_BYTES: Final = 2
 _QUANTIZED: Final = ("Params4bit", "Int8Params")  # of bitsandbytes, whatever its version
 
 
-def offload_sections(config: Mapping[str, object]) -> Iterable[dict[str, Any]]:
+def offload_sections(config: Mapping[str, object]) -> list[dict[str, Any]]:
     """The JSON's offload sections with device "nvme" and a path, to be read or changed."""
     zero = config.get("zero_optimization") or {}
-    for name in ("offload_param", "offload_optimizer"):
-        section = zero.get(name) if isinstance(zero, dict) else None
-        if isinstance(section, dict) and section.get("device") == OFFLOAD_DEVICES[Tier.SSD] and section.get("nvme_path"):
-            yield section
+    sections = [zero.get(name) for name in ("offload_param", "offload_optimizer")] if isinstance(zero, dict) else []
+    given = [section for section in sections if isinstance(section, dict) and section.get("nvme_path")]
+    return [section for section in given if section.get("device") == OFFLOAD_DEVICES[Tier.SSD]]
 
 
 def run_folder(config: Mapping[str, object]) -> Path | None:

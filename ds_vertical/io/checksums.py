@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import xxhash
 
+from ds_vertical.io.descriptor import Descriptor
 from ds_vertical.io.runs import held_folders, stripes
 
 if TYPE_CHECKING:
@@ -172,14 +174,11 @@ class Checksums:
 def read_pieces(path: Path, start: int, end: int) -> list[Piece]:
     """Checksums of bytes [start, end) of a file, read in pieces. Raises OSError, EOFError where the file is shorter."""
     found = []
-    fd = held_folders.open_file(path)
-    try:
+    with Descriptor(partial(held_folders.open_file, path)) as fd:
         while start < end:
             num_bytes = min(LARGEST_READ, end - start)
             found.append(Piece(start, num_bytes, checksum_of(fd, path, start, num_bytes)))
             start += num_bytes
-    finally:
-        os.close(fd)
     return found
 
 

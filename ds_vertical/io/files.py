@@ -10,12 +10,14 @@ import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from ds_vertical.errors import StorageError
 from ds_vertical.io import remove_tree
+from ds_vertical.io.descriptor import Descriptor
 from ds_vertical.io.disk_errors import remedy
 from ds_vertical.io.runs import held_folders, stripes
 from ds_vertical.io.runs.held_folders import opened_folder
@@ -269,8 +271,7 @@ def _made(folder: Path, held: contextlib.ExitStack, undo: contextlib.ExitStack) 
             with contextlib.suppress(FileExistsError):  # the usual case; or another rank was first
                 os.mkdir(name, mode=0o700, dir_fd=above)
                 is_new = True
-            fd = os.open(name, remove_tree.FOLDER | os.O_NOFOLLOW, dir_fd=above)
-            held.callback(os.close, fd)
+            fd = held.enter_context(remove_tree.opened(name, above))
             if is_new:
                 undo.callback(_undo, there, remove_tree.remove_named, fd, name, above)
                 os.fchmod(fd, 0o700)  # whatever the umask takes away
@@ -284,28 +285,23 @@ def _allocate(folder: int, path: Path, size_bytes: int, undo: contextlib.ExitSta
     name, flags = path.name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         try:
-            fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+            file = Descriptor(partial(os.open, name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder))
             undo.callback(_undo, path, os.unlink, name, dir_fd=folder)
-            os.fchmod(fd, 0o600)
+            os.fchmod(file.fd, 0o600)
         except FileExistsError:
-            fd = os.open(name, flags, dir_fd=folder)
-            undo.callback(_undo, path, _truncate, name, os.fstat(fd).st_size, folder)
-        try:
+            file = Descriptor(partial(os.open, name, flags, dir_fd=folder))
+            undo.callback(_undo, path, _truncate, name, os.fstat(file.fd).st_size, folder)
+        with file as fd:
             if size_bytes > 0:
                 os.posix_fallocate(fd, 0, size_bytes)
-        finally:
-            os.close(fd)
     except OSError as error:
         remedy = f"free space there ({free_bytes(path)} bytes are free) or use another nvme_path"
         raise fail(path, f"preallocate {size_bytes} bytes", error, remedy) from error
 
 
 def _truncate(name: str, size_bytes: int, folder: int) -> None:
-    fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
-    try:
+    with Descriptor(partial(os.open, name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)) as fd:
         os.ftruncate(fd, size_bytes)
-    finally:
-        os.close(fd)
 
 
 def _undo(path: Path, function: Callable[..., object], *arguments: object, **named: object) -> None:

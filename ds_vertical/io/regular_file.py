@@ -11,7 +11,10 @@ import errno
 import json
 import os
 import stat
+from functools import partial
 from typing import Any, Final
+
+from ds_vertical.io.descriptor import Descriptor
 
 _LONGEST_NAME: Final = 255  # bytes of a file's name on Linux's file systems
 _KINDS: Final = (
@@ -43,8 +46,8 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, dir_fd:
 
 def read_regular(path: str | os.PathLike[str], limit: int, flags: int = 0, dir_fd: int | None = None) -> bytes:
     """All bytes of a regular file. Raises OSError, of errno EFBIG where there are more than `limit`."""
-    fd = open_regular(path, os.O_RDONLY | flags, dir_fd)
-    with os.fdopen(fd, "rb") as file:
+    opened = Descriptor(partial(open_regular, path, os.O_RDONLY | flags, dir_fd))
+    with opened as fd, os.fdopen(fd, "rb", closefd=False) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"it has more than {limit} bytes, which no file of its kind has", os.fspath(path))

@@ -13,8 +13,11 @@ import errno
 import os
 import stat
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
+
+from ds_vertical.io.descriptor import Descriptor
 
 FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _DEEPEST: Final = 100  # folders inside each other; each one takes a descriptor
@@ -25,11 +28,8 @@ Failure = tuple[Path, OSError]
 @contextlib.contextmanager
 def opened(name: str | os.PathLike[str], dir_fd: int | None = None, follow: bool = False) -> Iterator[int]:
     """A folder's descriptor. Raises OSError, for a link too unless it is to be followed."""
-    fd = os.open(name, FOLDER if follow else FOLDER | os.O_NOFOLLOW, dir_fd=dir_fd)
-    try:
+    with Descriptor(partial(os.open, name, FOLDER if follow else FOLDER | os.O_NOFOLLOW, dir_fd=dir_fd)) as fd:
         yield fd
-    finally:
-        os.close(fd)
 
 
 def is_at(fd: int, name: str, dir_fd: int | None) -> bool:

@@ -227,7 +227,7 @@ def evaluations(folder: Path, count: int) -> Iterator[tuple[dict[str, Any], floa
 
 
 def in_evaluations(folder: Path, count: int | None) -> None:
-    """One that is cut has happened, or it has not: what modules hold and the loss of the next one are those of a run without."""
+    """One that is cut has happened, or it has not: what modules hold and the loss of the next one are as in a run without."""
     engine, model = make("stateful", folder / "cut")
     wrong: list[str] = []
     try:

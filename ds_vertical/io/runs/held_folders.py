@@ -16,12 +16,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from ds_vertical.io import remove_tree
+from ds_vertical.io.descriptor import Descriptor
 from ds_vertical.io.regular_file import open_regular
 
 AnyPath = str | os.PathLike[str]
@@ -29,13 +30,9 @@ AnyPath = str | os.PathLike[str]
 _DESCRIPTORS: Final = "/proc/self/fd"
 
 
-class HeldFolder:
-    """A folder by its descriptor `fd`, which is closed once nobody has this object: the run has it until it is released, and
-    a queue that was given it until that is closed or gone. The number of a closed descriptor may soon be another folder's."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        weakref.finalize(self, os.close, fd).atexit = False
+class HeldFolder(Descriptor):
+    """A folder by its descriptor, which nobody closes: the run has this object until it is released, and a queue that was given
+    it until that is closed or gone. The number of a closed descriptor may soon be another folder's."""
 
     @property
     def is_gone(self) -> bool:
@@ -47,12 +44,11 @@ class HeldFolder:
 
 
 class HeldTree:
-    """A run's folder, and those in it that were asked for. `path`: its name; `fd`: its descriptor, which is this object's from
-    now on."""
+    """A run's folder, and those in it that were asked for. `path`: its name."""
 
-    def __init__(self, path: AnyPath, fd: int) -> None:
+    def __init__(self, path: AnyPath, root: HeldFolder) -> None:
         self.path = os.fspath(path)
-        self.root = HeldFolder(fd)
+        self.root = root
         self._folders = {self.path: self.root}
 
     def has(self, path: str) -> bool:
@@ -73,7 +69,7 @@ class HeldTree:
         for part in name[len(there) :].split("/")[1:]:
             there = f"{there}/{part}"
             with _naming(there):
-                found = HeldFolder(_opened_in(found, part, make))
+                found = HeldFolder(partial(_opened_in, found, part, make))
             self._folders[there] = found
         return found
 

@@ -21,13 +21,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_vertical.errors import StorageError
 from ds_vertical.io import remove_tree as trees
 from ds_vertical.io.runs import held_folders, run_lock, stripes
-from ds_vertical.io.runs.held_folders import HeldTree
+from ds_vertical.io.runs.held_folders import HeldFolder, HeldTree
 from ds_vertical.io.runs.run_lock import Owner
 from ds_vertical.types import OFFLOAD_DEVICES, Tier
 
@@ -79,7 +80,8 @@ class RunFolder:
     def __init__(self, guard: Guard, rank: int, beside: Sequence[str] = ()) -> None:
         self.path = guard.path
         self.rank = rank
-        tree = HeldTree(guard.path, os.open(".", trees.FOLDER, dir_fd=guard.fd))  # opened anew: the guard's goes with its flock
+        # opened anew: the guard's goes with its flock
+        tree = HeldTree(guard.path, HeldFolder(partial(os.open, ".", trees.FOLDER, dir_fd=guard.fd)))
         _check_proc(tree)
         self._lock_fd = _take_lock(guard, rank, beside)
         self._pid = os.getpid()

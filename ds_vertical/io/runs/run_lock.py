@@ -21,9 +21,11 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
+from ds_vertical.io.descriptor import Descriptor
 from ds_vertical.io.regular_file import open_regular, parse_json
 from ds_vertical.io.runs.this_host import boot_id, is_of_this_host
 
@@ -154,17 +156,15 @@ def locks_in(folder: int) -> list[Lock]:
     found = []
     for name in lock_names(folder):
         try:
-            fd = open_lock(name, folder)
+            lock = Descriptor(partial(open_lock, name, folder))
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ELOOP, errno.ENOENT):
                 raise
             found.append(Lock(name, None, "gone"))
             continue
-        try:
+        with lock as fd:
             owner, _ = read_owner(fd)
             found.append(Lock(name, owner, standing(fd, owner)))
-        finally:
-            os.close(fd)
     return found
 
 
@@ -172,13 +172,11 @@ def owner_above(folder: Path) -> tuple[Path, Owner] | None:
     """The run whose folder this is, or lies in, and the first of its owners; None where no lock tells of one."""
     for parent in (folder, *folder.parents):
         try:
-            fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened = Descriptor(partial(os.open, parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         except OSError:
             continue  # not there, or not ours to read
-        try:
+        with opened as fd:
             owner = next((owner for name in lock_names(fd) if (owner := _told(name, fd)) is not None), None)
-        finally:
-            os.close(fd)
         if owner is not None:
             return parent, owner
     return None
@@ -186,13 +184,11 @@ def owner_above(folder: Path) -> tuple[Path, Owner] | None:
 
 def _told(name: str, folder: int) -> Owner | None:
     try:
-        fd = open_lock(name, folder, os.O_RDONLY)
+        lock = Descriptor(partial(open_lock, name, folder, os.O_RDONLY))
     except OSError:
         return None
-    try:
+    with lock as fd:
         return read_owner(fd)[0]
-    finally:
-        os.close(fd)
 
 
 def is_of_run(locks: list[Lock], run: str) -> bool:

@@ -281,9 +281,7 @@ class CountedByAHook(Base):
         (CountedByAHook, r"self_check: the loss of micro-batch 1 differs by .*"),
     ],
 )
-def test_state_with_which_no_micro_batch_begins_as_in_stock_is_found(
-    tmp_path: Path, case: type[Base], differs: str
-) -> None:
+def test_state_with_which_no_micro_batch_begins_as_in_stock_is_found(tmp_path: Path, case: type[Base], differs: str) -> None:
     """The rows of docs/state.md that leave it to the check; without the check such a step would train with other numbers."""
     with running(checked(tmp_path, None), case, vertical=True) as (engine, model):
         with pytest.raises(SelfCheckError, match=differs + '.*set vertical_schedule.order to "horizontal"'):
