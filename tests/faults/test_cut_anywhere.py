@@ -78,7 +78,7 @@ def say(what: str, cuts: Sequence[Cut], trials: Trials) -> None:
 
 @pytest.mark.parametrize("kind", ["early", "delayed", "stateful"])
 def test_a_step_that_is_cut_anywhere(tmp_path: Path, kind: str) -> None:
-    in_train_batch(tmp_path, kind, 14)
+    in_train_batch(tmp_path, kind, 7)
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def in_first_step(folder: Path, kind: str, count: int | None) -> None:
 @pytest.mark.parametrize("kind", FIRST)
 def test_a_first_step_that_is_cut_anywhere(tmp_path: Path, kind: str) -> None:
     """While it learns which state the forwards change, and in the self-check before it."""
-    in_first_step(tmp_path, kind, 7)
+    in_first_step(tmp_path, kind, 4)
 
 
 @pytest.mark.slow
@@ -193,7 +193,7 @@ def between_steps(folder: Path, kind: str, name: str, count: int | None) -> None
 
 @pytest.mark.parametrize("name", ["evaluate", "save", "three calls"])
 def test_a_call_between_steps_that_is_cut_anywhere(tmp_path: Path, name: str) -> None:
-    between_steps(tmp_path, "delayed", name, 3 if name == "three calls" else 5)
+    between_steps(tmp_path, "delayed", name, 3)
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def _dispose(engine: Any) -> None:
 
 
 def test_a_load_that_is_cut_anywhere(tmp_path: Path) -> None:
-    loads(tmp_path, "delayed", 4)
+    loads(tmp_path, "delayed", 3)
 
 
 @pytest.mark.slow

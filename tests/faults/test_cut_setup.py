@@ -63,7 +63,7 @@ def test_an_engine_whose_making_is_cut_anywhere(tmp_path: Path) -> None:
     """From `prepare` to the end of `initialize`."""
     made = reference("delayed").made
     assert len(made) > 500, f"boundaries of functions are not seen: {len(made)}"
-    set_up(tmp_path / "ssd", "delayed", chosen(made, 8, CtrlC))
+    set_up(tmp_path / "ssd", "delayed", chosen(made, 4, CtrlC))
 
 
 @pytest.mark.slow
