@@ -515,7 +515,7 @@ def test_architectures_by_name_are_refused_before_anything_is_compiled(for_cuda:
 # ------------------------------------------------------------------------------------------------------------ real ops
 
 
-def test_all_ops_load_from_the_users_cache() -> None:
+def test_all_ops_load_from_the_users_cache(tmp_path: Path) -> None:
     code = """
 from ds_vertical.compat.ops import load
 from ds_vertical.compat.ops import cache
@@ -524,7 +524,8 @@ for builder in load.needed_ops().values():
     print(builder().load(verbose=False).__file__)
 """
     environment = os.environ | {"TORCH_EXTENSIONS_DIR": ""}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=280)
+    run = forks.run(tmp_path, [sys.executable, "-c", code], environment, timeout=280)
+    assert run.returncode == 0, run.stderr
     files = [line for line in run.stdout.splitlines() if line.endswith(".so")]
     assert files == [str(cache.cache_folder() / "lib" / f"{name}.so") for name in native.needed_ops()]
     assert "compiling" not in run.stderr
