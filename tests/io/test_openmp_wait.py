@@ -103,10 +103,9 @@ def teams(folder: Path, environment: dict[str, str], cores: int, *num_ranks: int
     of_launchers = ("OMP_NUM_THREADS", "ACCELERATE_", "TORCHELASTIC_", "LOCAL_WORLD_SIZE")
     plain = {name: value for name, value in os.environ.items() if not name.startswith(of_launchers)}
     command = [sys.executable, "-c", SHARING, *map(str, (cores, *num_ranks))]
-    own = environment.get("OMP_NUM_THREADS", "1") != "1"  # torch reads it while it is imported, which the forks have behind them
-    folder /= f"{len(list(folder.iterdir()))}"
+    folder /= str(len(list(folder.iterdir())))
     folder.mkdir()
-    if own:
+    if environment.get("OMP_NUM_THREADS", "1") != "1":  # a fork has the runtime that was loaded with 1
         done = subprocess.run(command, env=plain | environment, capture_output=True, text=True, timeout=200)
     else:
         done = forks.run(folder, command, plain | environment, timeout=200)
