@@ -334,11 +334,14 @@ SLOW_MEMBERS = {
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Without the garbage collector: what the modules make as they are imported stays."""
+    """Without the garbage collector: what the modules make as they are imported stays. Afterwards Python goes through all of it
+    only where it is told to, as `harness.dispose` does: that takes a second, and would come with every few tests."""
     gc.disable()
     try:
         return (yield)
     finally:
+        young, middle, _ = gc.get_threshold()
+        gc.set_threshold(young, middle, 10**6)
         gc.enable()
 
 
