@@ -14,7 +14,7 @@ import pytest
 import torch
 from cut_first import FirstTrials, in_check, in_step, sites_of_check
 from cut_kinds import BUILD, FIRST, KINDS, SECTION, STEPS, evaluate, make, three_calls
-from cutting import Cut, Reference, Site, Trials, chosen, recorded, reference_of, surroundings
+from cutting import Cut, Reference, Site, Trials, are_reached, chosen, recorded, reference_of, surroundings
 from harness import base_config, contents, differing, dispose, read_weights, running, small_buffers
 
 from ds_vertical.errors import TornStateError
@@ -66,7 +66,7 @@ def in_train_batch(folder: Path, kind: str, count: int | None) -> None:
             trials.cut(cut)
     say(f"a step, {kind}", cuts, trials)
     assert not trials.wrong, "\n".join(trials.wrong)
-    assert sum(bool(cut.done) for cut in cuts) > 0.85 * len(cuts), "most of them were to be reached"
+    assert are_reached(cuts), "most of them were to be reached"
     # only where a step is being made to count, or has been taken in place before it is known whether it does
     assert count or len(trials.torn) < (0.7 if kind == "in place" else 0.35) * len(cuts), "\n".join(trials.torn)
 
@@ -110,7 +110,7 @@ def in_first_step(folder: Path, kind: str, count: int | None) -> None:
             trials.cut(cut)
     say(kind, cuts, trials)
     assert not trials.wrong, "\n".join(trials.wrong)
-    assert sum(bool(cut.done) for cut in cuts) > 0.85 * len(cuts), "most of them were to be reached"
+    assert are_reached(cuts), "most of them were to be reached"
     assert count or len(trials.torn) < 0.35 * len(cuts), "\n".join(trials.torn)
 
 
@@ -171,8 +171,7 @@ LEAST = {"evaluate": 600, "save": 300, "portable": 250, "three calls": 600, "wei
 
 def check_reached(name: str, found: Counter[Site], cuts: Sequence[Cut]) -> None:
     assert len(found) > LEAST[name], f"boundaries of functions are not seen: {len(found)}"
-    least = min(0.85 * len(cuts), len(cuts) - 1)  # of few cuts one may be behind where this run has ended
-    assert sum(bool(cut.done) for cut in cuts) >= least, [str(cut) for cut in cuts if not cut.done]
+    assert are_reached(cuts), [str(cut) for cut in cuts if not cut.done]
 
 
 def between_steps(folder: Path, kind: str, name: str, count: int | None) -> None:
