@@ -219,7 +219,7 @@ def run_arm(
 
 class _Garbage:
     """What engines leave in cycles. A collection goes through all that the tests have imported, for a second: so there is one
-    when the process has grown, or a hundred engines have gone."""
+    when the process has grown, or forty engines have gone."""
 
     def __init__(self) -> None:
         self._resident: int | None = None
@@ -229,7 +229,7 @@ class _Garbage:
         resident = status("VmRSS")
         if self._resident is None:
             self._resident = resident
-        if resident > self._resident + COLLECTED_KIB or next(self._engines) % 100 == 0:
+        if resident > self._resident + COLLECTED_KIB or next(self._engines) % 40 == 0:
             gc.collect()
             self._resident = status("VmRSS")
 
