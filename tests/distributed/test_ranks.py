@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import rank_worker
 import torch
@@ -334,11 +334,11 @@ print(*(line.split(maxsplit=5)[5].strip() for line in Path("/proc/self/maps").op
 """
 
 
-def test_memory_through_which_ranks_of_a_host_reduce_ends_with_them() -> None:
+def test_memory_through_which_ranks_of_a_host_reduce_ends_with_them(tmp_path: Path) -> None:
     """As the launcher starts ranks on the CPU: DeepSpeed maps a file in memory, whose name it never removes."""
     launched = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29631")
-    command = [sys.executable, "-c", _MAPPED]
-    done = subprocess.run(command, env=os.environ | launched, capture_output=True, text=True, timeout=280, check=True)
+    done = forks.run(tmp_path, [sys.executable, "-c", _MAPPED], os.environ | launched, timeout=280, engine=True)
+    assert done.returncode == 0, done.stderr
     name = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_29631_0"
     assert f"{name} (deleted)" in done.stdout, "DeepSpeed has not made it, or it is still there"
 

@@ -212,7 +212,7 @@ def test_evaluation_and_generation_between_steps(tmp_path: Path) -> None:
         assert not found["engine"].requires_grad or type(engine).__name__ == "DeepSpeedEngine"
         seen.setdefault(type(engine).__name__, {})[str(step)] = found
 
-    build = partial(tiny_gpt2, num_layers=3, dropout=0.1)
+    build = partial(tiny_gpt2, num_layers=2, dropout=0.1)
     stock, vertical = run_both(gpt2_config(tmp_path), build, steps, between=look)
     alone = run_arm(gpt2_config(tmp_path), build, steps, vertical=True)
     assert_identical(stock, vertical)

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from harness import base_config
@@ -30,7 +31,10 @@ def run(folder: Path, device: str, *words: object) -> str:
         environment.pop("TORCH_EXTENSIONS_DIR", None)  # the ops of this process's accelerator
     environment |= {"DS_ACCELERATOR": device, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    if device == "cpu":
+        done = forks.run(folder, command, environment, timeout=280, engine=True)
+    else:
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

@@ -6,7 +6,6 @@ import ctypes
 import errno
 import mmap
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from faults import small_disk, small_files
 
@@ -189,7 +189,7 @@ address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 ids = [queue.read(address, 1 << 25, b"/nonexistent", 0), queue.write(address, 1 << 25, sys.argv[1].encode(), 0)]
 print(queue.pending() > 0)
 """
-    run = subprocess.run([sys.executable, "-c", code, tmp_path / "file"], capture_output=True, text=True, timeout=200)
+    run = forks.run(tmp_path, [sys.executable, "-c", code, str(tmp_path / "file")], os.environ, timeout=200, engine=True)
     assert (run.returncode, run.stdout) == (0, "True\n"), run.stderr
 
 

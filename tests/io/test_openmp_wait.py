@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 PROGRAM = """
@@ -97,12 +98,17 @@ print(json.dumps(found))
 """
 
 
-def teams(environment: dict[str, str], cores: int, *num_ranks: int) -> list[int]:
+def teams(folder: Path, environment: dict[str, str], cores: int, *num_ranks: int) -> list[int]:
     """The teams of threads that compute beside a device on so many cores, which so many ranks share."""
     of_launchers = ("OMP_NUM_THREADS", "ACCELERATE_", "TORCHELASTIC_", "LOCAL_WORLD_SIZE")
     plain = {name: value for name, value in os.environ.items() if not name.startswith(of_launchers)}
     command = [sys.executable, "-c", SHARING, *map(str, (cores, *num_ranks))]
-    done = subprocess.run(command, env=plain | environment, capture_output=True, text=True, timeout=200)
+    folder /= str(len(list(folder.iterdir())))
+    folder.mkdir()
+    if environment.get("OMP_NUM_THREADS", "1") != "1":  # a fork has the runtime that was loaded with 1
+        done = subprocess.run(command, env=plain | environment, capture_output=True, text=True, timeout=200)
+    else:
+        done = forks.run(folder, command, plain | environment, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     on_the_host, *found = json.loads(done.stdout)
     threads = environment.get("OMP_NUM_THREADS")
@@ -112,23 +118,23 @@ def teams(environment: dict[str, str], cores: int, *num_ranks: int) -> list[int]
     return [torchs for torchs, _ in found]
 
 
-def test_ranks_beside_devices_share_the_cores_for_adam_and_leave_two() -> None:
-    assert teams({}, 16, 1, 2, 3, 3, 4, 8, 16, 32) == [14, 6, 3, 3, 2, 1, 1, 1]
-    assert teams({}, 2, 1) == [1]
+def test_ranks_beside_devices_share_the_cores_for_adam_and_leave_two(tmp_path: Path) -> None:
+    assert teams(tmp_path, {}, 16, 1, 2, 3, 3, 4, 8, 16, 32) == [14, 6, 3, 3, 2, 1, 1, 1]
+    assert teams(tmp_path, {}, 2, 1) == [1]
 
 
-def test_what_a_script_has_told_torch_is_not_exceeded() -> None:
-    assert teams({"SET_THREADS": "4"}, 16, 1, 2, 4) == [4, 4, 2]
+def test_what_a_script_has_told_torch_is_not_exceeded(tmp_path: Path) -> None:
+    assert teams(tmp_path, {"SET_THREADS": "4"}, 16, 1, 2, 4) == [4, 4, 2]
 
 
-def test_the_one_thread_that_a_launcher_writes_does_not_bind_cpu_adam() -> None:
+def test_the_one_thread_that_a_launcher_writes_does_not_bind_cpu_adam(tmp_path: Path) -> None:
     torchrun = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}
-    assert teams({"OMP_NUM_THREADS": "1"} | torchrun, 16, 2) == [6]
-    assert teams({"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False"}, 16, 1) == [14]
+    assert teams(tmp_path, {"OMP_NUM_THREADS": "1"} | torchrun, 16, 2) == [6]
+    assert teams(tmp_path, {"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False"}, 16, 1) == [14]
     users = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "1", "ACCELERATE_USE_DEEPSPEED": "true"}
-    assert teams({"OMP_NUM_THREADS": "1"} | users | torchrun | {"LOCAL_WORLD_SIZE": "1"}, 16, 1) == [1]
-    assert teams({"OMP_NUM_THREADS": "1"}, 16, 2) == [1]  # ranks of another launcher
-    assert teams({"OMP_NUM_THREADS": "2"} | torchrun, 16, 2) == [min(2, len(os.sched_getaffinity(0)))]
+    assert teams(tmp_path, {"OMP_NUM_THREADS": "1"} | users | torchrun | {"LOCAL_WORLD_SIZE": "1"}, 16, 1) == [1]
+    assert teams(tmp_path, {"OMP_NUM_THREADS": "1"}, 16, 2) == [1]  # ranks of another launcher
+    assert teams(tmp_path, {"OMP_NUM_THREADS": "2"} | torchrun, 16, 2) == [min(2, len(os.sched_getaffinity(0)))]
 
 
 @pytest.mark.parametrize("enabled", [True, False])

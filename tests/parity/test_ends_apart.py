@@ -132,7 +132,8 @@ class Watched:
 @pytest.mark.parametrize(
     ("name", "dtype", "count", "options"),
     [
-        ("neox", "bf16", 3, {"clip": 1.0}),
+        ("plain", "fp32", 3, {"clip": 1.0}),
+        pytest.param("neox", "bf16", 3, {"clip": 1.0}, marks=pytest.mark.slow),
         *(
             pytest.param(name, dtype, count, {"clip": clip}, marks=pytest.mark.slow)
             for name in MODELS

@@ -238,7 +238,7 @@ def freeze(model: nn.Module, prefixes: Iterable[str]) -> list[nn.Parameter]:
     ids=["embedding and whole layers", "a layer in the middle"],
 )
 def test_frozen_parameters(tmp_path: Path, frozen: tuple[str, ...]) -> None:
-    batches = BY_NAME["llama"].batches(NUM_STEPS, NUM_MICRO_BATCHES)
+    batches = BY_NAME["llama"].batches(2, NUM_MICRO_BATCHES)
     groups = partial(freeze, prefixes=frozen)
     stock, vertical = run_pair(tmp_path, BY_NAME["llama"].builder(), batches, groups=groups)
     assert_identical(stock, vertical)
@@ -259,7 +259,7 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def test_parameter_groups(tmp_path: Path) -> None:
-    batches = BY_NAME["gpt2"].batches(NUM_STEPS, NUM_MICRO_BATCHES)
+    batches = BY_NAME["gpt2"].batches(2, NUM_MICRO_BATCHES)
     no_schedule = {"scheduler": {}}  # WarmupLR would give every group one rate
     stock, vertical = run_pair(tmp_path, BY_NAME["gpt2"].builder(), batches, groups=decay_groups, config=no_schedule)
     assert_identical(stock, vertical)

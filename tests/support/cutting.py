@@ -128,6 +128,11 @@ def chosen(found: Counter[Site], count: int | None = None, kind: type[Cut] = Cut
     return cuts if count is None else [cuts[index * len(cuts) // count] for index in range(count)]
 
 
+def are_reached(cuts: Sequence[Cut]) -> bool:
+    """Nearly all; of few cuts one may be behind where this run has ended."""
+    return sum(bool(cut.done) for cut in cuts) >= min(0.85 * len(cuts), len(cuts) - 1)
+
+
 def surroundings(model: nn.Module) -> dict[str, Any]:
     """What a call of the engine's has to leave as it was, besides the state."""
     autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()

@@ -18,16 +18,19 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cpuinfo
 import torch
 import torch._dynamo  # zero.Init patches tensor constructors, under which a first import of dynamo fails
+from processes import status
 from torch import nn
 
 # every CPU Adam asks for the vendor's name, which takes py-cpuinfo more than a second each time
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
+COLLECTED_KIB = 256 << 10  # by which the process may grow between two collections of what engines leave in cycles
 MIN_SSD_BYTES = 1 << 20  # smaller shards never leave host memory
 
 
@@ -97,9 +100,12 @@ def start_process_group() -> None:
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     import deepspeed
+    from deepspeed.runtime.zero import utils
 
     from ds_vertical.compat.ops import cache
 
+    # it collects garbage for each engine without offloaded parameters: most of the time that the smallest of them take
+    utils.gc = SimpleNamespace(collect=lambda: 0)
     cache.activate()  # in processes that tests start, too: DeepSpeed's communication loads an op
     if torch.distributed.is_initialized():
         return
@@ -213,7 +219,24 @@ def run_arm(
     return run
 
 
-_disposed = itertools.count(1)
+class _Garbage:
+    """What engines leave in cycles. A collection goes through all that the tests have imported, for a second: so there is one
+    when the process has grown, or forty engines have gone."""
+
+    def __init__(self) -> None:
+        self._resident: int | None = None
+        self._engines = itertools.count(1)
+
+    def note_engine(self) -> None:
+        resident = status("VmRSS")
+        if self._resident is None:
+            self._resident = resident
+        if resident > self._resident + COLLECTED_KIB or next(self._engines) % 40 == 0:
+            gc.collect()
+            self._resident = status("VmRSS")
+
+
+_garbage = _Garbage()
 
 
 def dispose(engine: Any) -> None:
@@ -223,8 +246,7 @@ def dispose(engine: Any) -> None:
     engine.destroy()
     free_stock_buffers(swappers.values(), [] if state_swapper is None else [state_swapper])
     forget_stock_globals()
-    if next(_disposed) % 10 == 0:  # with transformers loaded a collection takes half a second
-        gc.collect()
+    _garbage.note_engine()
 
 
 def free_stock_buffers(of_parameters: Iterable[Any], of_state: Iterable[Any]) -> None:

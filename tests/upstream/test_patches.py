@@ -14,10 +14,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import forks
 import pytest
 from places import ROOT, SUPPORT
 
@@ -88,6 +90,9 @@ def run_script(name: str, *arguments: object, first: Path | None = None, timeout
     folders = [str(first)] if first is not None else []
     env["PYTHONPATH"] = os.pathsep.join([*folders, str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     command = [sys.executable, str(SUPPORT / name), *map(str, arguments)]
+    if first is None:
+        with tempfile.TemporaryDirectory() as folder:
+            return forks.run(Path(folder), command, env, timeout_s)
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 

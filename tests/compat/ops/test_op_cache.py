@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forks
 import pytest
 from places import ROOT
 
@@ -63,6 +64,7 @@ class User:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.runs = 0
         self.source = folder / "tiny.cpp"
         self.source.write_text(TINY_SOURCE)
         self.compiling = folder / "compiling"
@@ -92,9 +94,16 @@ class User:
             start_new_session=True,
         )
 
-    def load(self, python: str = sys.executable, **environment: str) -> tuple[str, str]:
+    def run(self) -> subprocess.CompletedProcess[str]:
+        """As `start`, to its end: in a process that has DeepSpeed imported when it begins."""
+        self.runs += 1
+        folder = self.folder / f"run {self.runs}"
+        folder.mkdir()
+        return forks.run(folder, [sys.executable, "-c", LOAD_TINY, str(self.source)], self.environment, timeout=280)
+
+    def load(self) -> tuple[str, str]:
         """Library that a new process loaded, and what it said meanwhile."""
-        return finish(self.start(python, **environment))
+        return told(self.run())
 
     def await_compile(self) -> None:
         deadline = time.monotonic() + 200
@@ -103,10 +112,15 @@ class User:
             time.sleep(0.05)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     out, err = process.communicate(timeout=280)
-    assert process.returncode == 0, err
-    return next(line.split()[1] for line in out.splitlines() if line.startswith("LOADED")), err
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def told(done: subprocess.CompletedProcess[str]) -> tuple[str, str]:
+    """The library that the process has loaded, and its other words."""
+    assert done.returncode == 0, done.stderr
+    return next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("LOADED")), done.stderr
 
 
 @pytest.fixture
@@ -350,7 +364,7 @@ def test_compiled_once_then_imported_also_by_a_second_clone(user: User, tmp_path
     ours = next(entry for entry in sys.path if entry.endswith("site-packages"))
     (packages / "main.pth").write_text(f"{ours}\n{here}\n")
     (clone / "bin" / "ninja").symlink_to(Path(sys.prefix) / "bin" / "ninja")
-    from_clone, words = user.load(python=str(clone / "bin" / "python"))
+    from_clone, words = told(finish(user.start(str(clone / "bin" / "python"))))
     assert from_clone == str(shared) and "compiling" not in words
     assert not user.compiling.exists(), "the compiler was called again"
 
@@ -399,9 +413,8 @@ def rest(process: subprocess.Popen[str]) -> str:
 
 def test_failed_compile_shows_the_compilers_words_and_leaves_no_lock(user: User) -> None:
     user.source.write_text("#error this op does not compile\n")
-    process = user.start()
-    _, words = process.communicate(timeout=280)
-    assert process.returncode != 0 and "error: #error this op does not compile" in words
+    done = user.run()
+    assert done.returncode != 0 and "error: #error this op does not compile" in done.stderr
     user.source.write_text(TINY_SOURCE)
     assert Path(user.load()[0]).exists()
 
@@ -502,7 +515,7 @@ def test_architectures_by_name_are_refused_before_anything_is_compiled(for_cuda:
 # ------------------------------------------------------------------------------------------------------------ real ops
 
 
-def test_all_ops_load_from_the_users_cache() -> None:
+def test_all_ops_load_from_the_users_cache(tmp_path: Path) -> None:
     code = """
 from ds_vertical.compat.ops import load
 from ds_vertical.compat.ops import cache
@@ -511,7 +524,8 @@ for builder in load.needed_ops().values():
     print(builder().load(verbose=False).__file__)
 """
     environment = os.environ | {"TORCH_EXTENSIONS_DIR": ""}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=280)
+    run = forks.run(tmp_path, [sys.executable, "-c", code], environment, timeout=280)
+    assert run.returncode == 0, run.stderr
     files = [line for line in run.stdout.splitlines() if line.endswith(".so")]
     assert files == [str(cache.cache_folder() / "lib" / f"{name}.so") for name in native.needed_ops()]
     assert "compiling" not in run.stderr

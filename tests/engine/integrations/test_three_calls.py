@@ -437,7 +437,7 @@ def test_torchs_own_loaders_are_seen_once_installed(rig: Rig, unchanged: None, m
     monkeypatch.setattr(DataLoader, "__iter__", DataLoader.__iter__)  # put back at the end
     three_calls.see_torch_loaders()
     three_calls.see_torch_loaders()
-    loader = make_loader(num_workers=2)
+    loader = make_loader(num_workers=1)
     for batch in loader:
         rig.micro_batch(batch)
         break
