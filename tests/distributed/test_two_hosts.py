@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import hops
@@ -102,11 +103,11 @@ def test_a_killed_driver_leaves_nothing_that_the_next_one_does_not_remove(tmp_pa
     assert groups == []
 
 
-def on_one_host(folder: Path, num_ranks: int, steps: int = 2) -> Path:
+def on_one_host(folder: Path, num_ranks: int, steps: int = 2, words: Sequence[str] = ()) -> Path:
     """The same training, all ranks on this machine."""
     out = folder / "one"
     out.mkdir()
-    words = ["--nvme", str(folder / "nvme"), "--out", str(out), "--steps", str(steps)]
+    words = ["--nvme", str(folder / "nvme"), "--out", str(out), "--steps", str(steps), *words]
     start_ranks([sys.executable, str(two_hosts.WORKER), *words], out, num_ranks=num_ranks, forked=True)
     return out
 
@@ -164,35 +165,110 @@ def test_a_host_that_is_lost_ends_the_other_and_is_named(tmp_path: Path, how: st
         assert named_s < NAMED_S and ended_s < ENDED_S, launched.log()
 
 
+LEVELS = ["--levels", "2"]  # with two ranks on each host
+
+
+def lose(hosts: TwoHosts, launched: Launch, how: str, event: str) -> None:
+    """Lose nodeB once its ranks stand in a hop of the event; the ranks of nodeA have named it and ended within the time."""
+    inside = [launched.out / f"inside{rank}" for rank in (2, 3)]
+    launched.wait_for(lambda: all(map(Path.exists, inside)) or launched.process.poll() is not None, 400)
+    members = [json.loads(path.read_text()) for path in inside]
+    assert members == ([[0, 2], [1, 3]] if hops.HOPS[event][1] else [[2, 3]] * 2)
+    left, gone = hosts.hosts
+    if how == "vanishes":
+        gone.vanish()
+    elif how == "is cut off":
+        gone.set_link(False)
+    else:
+        for pid in gone.processes(two_hosts.WORKER):
+            os.kill(pid, signal.SIGKILL)
+    named_s = launched.wait_for(lambda: re.search("^nodeA.*OtherRankError: ", launched.log(), re.MULTILINE) is not None, 60)
+    ended_s = named_s + launched.wait_for(lambda: not left.processes(two_hosts.WORKER), 60)
+    print(f"named after {named_s:.1f} s, ended after {ended_s:.1f} s")
+    check_first_error(launched.log(), "nodeA", "host nodeB (ranks 2, 3) has ")
+    assert named_s < NAMED_S and ended_s < ENDED_S, launched.log()
+
+
 @slow
 @pytest.mark.parametrize("event", hops.HOPS)
 def test_a_host_that_vanishes_within_a_hop_over_levels_is_named(tmp_path: Path, event: str) -> None:
     with TwoHosts(tmp_path, RATE) as hosts:
-        launched = Launch(hosts, ["--levels", "2", "--loop", "--stand-in", event], ranks_per_host=2)
-        inside = [launched.out / f"inside{rank}" for rank in (2, 3)]
-        launched.wait_for(lambda: all(map(Path.exists, inside)) or launched.process.poll() is not None, 400)
-        members = [json.loads(path.read_text()) for path in inside]
-        assert members == ([[0, 2], [1, 3]] if hops.HOPS[event][1] else [[2, 3]] * 2)
-        hosts.hosts[1].vanish()
-        named_s = launched.wait_for(lambda: "OtherRankError: " in launched.log(), 60)
-        ended_s = named_s + launched.wait_for(lambda: not hosts.hosts[0].processes(two_hosts.WORKER), 60)
-        print(f"named after {named_s:.1f} s, ended after {ended_s:.1f} s")
-        check_first_error(launched.log(), "nodeA", "host nodeB (ranks 2, 3) has ")
-        assert named_s < NAMED_S and ended_s < ENDED_S, launched.log()
+        launched = Launch(hosts, [*LEVELS, "--loop", "--stand-in", event], ranks_per_host=2)
+        lose(hosts, launched, "vanishes", event)
+
+
+def kept(launched: Launch) -> list[str]:
+    """By rank the digest behind the save that a run has begun with."""
+    return [json.loads((launched.out / f"kept{rank}.json").read_text()) for rank in range(4)]
+
+
+def check_they_go_on(hosts: TwoHosts, tmp_path: Path, saved: Sequence[Path], digests: Sequence[list[str]]) -> None:
+    """Each folder's last checkpoint, saved behind a first step, loads with its digest on each rank of new processes on the same
+    hosts, and the step behind it has the bits of a run to which nothing has happened."""
+    last = Launch(hosts, [*LEVELS, "--load", *map(str, saved), "--steps", "1"], ranks_per_host=2, name="last")
+    assert last.wait(400) == 0, last.log()
+    whole = on_one_host(tmp_path, 4, words=LEVELS)
+    for rank, (found, expected) in enumerate(zip(results(last.out, 4), results(whole, 4), strict=True)):
+        assert found["loaded"] == [str(folder / "global_step1" / "ds_vertical.json") for folder in saved]
+        assert found["at_load"] == [digest[rank] for digest in digests]
+        assert (found["losses"], found["digest"]) == (expected["losses"][1:], expected["digest"])
 
 
 @slow
-def test_a_link_that_comes_back_is_used_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("event", [event for event, (_, across) in hops.HOPS.items() if across])
+def test_behind_a_host_lost_within_a_hop_the_last_checkpoint_goes_on_with_its_bits(tmp_path: Path, event: str) -> None:
+    """Cut off, then with all of its processes killed; both have saved ahead of it."""
     with TwoHosts(tmp_path, RATE) as hosts:
-        launched = Launch(hosts, ["--steps", "40"])
-        one = on_one_host(tmp_path, 2, steps=40)
-        wait_for(lambda: hosts.inbound_bytes()["nodeB"] > 200e6, 200)
+        saved, digests = [], []
+        for name, how in (("cut", "is cut off"), ("emptied", "is emptied")):
+            saved.append(hosts.shared / f"saved.{name}")
+            words = [*LEVELS, "--keep", str(saved[-1]), "--loop", "--stand-in", event]
+            launched = Launch(hosts, words, ranks_per_host=2, name=name)
+            lose(hosts, launched, how, event)
+            launched.wait_for(lambda: not hosts.hosts[1].processes(two_hosts.WORKER), 60)
+            hosts.hosts[1].set_link(True)
+            assert launched.wait() != 0
+            digests.append(kept(launched))
+        check_they_go_on(hosts, tmp_path, saved, digests)
+
+
+# who is killed in the second save, and where
+SAVES = [(1, "files set aside"), (3, "rank complete"), (2, "folder made"), (0, "folder complete")]
+
+
+@slow
+def test_a_rank_killed_in_a_save_of_both_hosts_over_levels_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    """One of either host, and the one that puts the tag's folder in place. The folder is one that the hosts share."""
+    with TwoHosts(tmp_path, RATE) as hosts:
+        saved, digests = [], []
+        for number, (rank, point) in enumerate(SAVES):
+            saved.append(hosts.shared / f"saved{number}")
+            folder = str(saved[-1])
+            words = [*LEVELS, "--keep", folder, "--steps", "1", "--save", folder, "--die", str(rank), point]
+            launched = Launch(hosts, words, ranks_per_host=2, name=f"dying{number}")
+            assert launched.wait(400) != 0
+            assert re.search(rf"OtherRankError: save_checkpoint: rank {rank} is gone", launched.log()), launched.log()
+            launched.wait_for(lambda: not any(host.processes(two_hosts.WORKER) for host in hosts.hosts), 60)
+            digests.append(kept(launched))
+        check_they_go_on(hosts, tmp_path, saved, digests)
+
+
+@slow
+@pytest.mark.parametrize(("words", "ranks_per_host", "steps"), [([], 1, 40), (LEVELS, 2, 20)], ids=["one level", "levels"])
+def test_a_link_that_comes_back_is_used_again(tmp_path: Path, words: list[str], ranks_per_host: int, steps: int) -> None:
+    num_ranks = 2 * ranks_per_host
+    with TwoHosts(tmp_path, RATE) as hosts:
+        launched = Launch(hosts, ["--steps", str(steps), *words], ranks_per_host)
+        one = on_one_host(tmp_path, num_ranks, steps, words)
+        wait_for(lambda: hosts.inbound_bytes()["nodeB"] > 100e6, 200)
         hosts.hosts[1].set_link(False)
         time.sleep(5)
+        assert launched.process.poll() is None
         hosts.hosts[1].set_link(True)
-        assert launched.wait() == 0, launched.log()
-        two = results(launched.out, 2)
-    assert [rank["digest"] for rank in two] == [rank["digest"] for rank in results(one, 2)]
+        assert launched.wait(400) == 0, launched.log()
+        two = results(launched.out, num_ranks)
+    for rank, here in zip(two, results(one, num_ranks), strict=True):
+        assert (rank["losses"], rank["digest"]) == (here["losses"], here["digest"])
 
 
 @slow
@@ -224,14 +300,14 @@ def test_a_run_resumes_from_its_hosts_own_folders_with_its_bits_and_a_save_that_
         assert first.wait() == 0, first.log()
         assert [rank["start"] for rank in results(first.out, 2)] == ["done"] * 2
         common += ["--load", str(own), "--steps", "1"]
-        dying = Launch(hosts, [*common, "--save", str(own), "--die", "switched"], name="dying")
+        dying = Launch(hosts, [*common, "--save", str(own), "--die", "1", "switched"], name="dying")
         assert dying.wait() != 0
         assert "OtherRankError: save_checkpoint: " in dying.log()
         last = Launch(hosts, common, name="last")
         one = on_one_host(tmp_path, 2, steps=3)
         assert last.wait() == 0, last.log()
         found, expected = results(last.out, 2), results(one, 2)
-        assert [rank["loaded"] for rank in found] == [str(own / "global_step2" / "ds_vertical.json")] * 2
+        assert [rank["loaded"] for rank in found] == [[str(own / "global_step2" / "ds_vertical.json")]] * 2
         assert [rank["digest"] for rank in found] == [rank["digest"] for rank in expected]
         assert [rank["losses"] for rank in found] == [rank["losses"][2:] for rank in expected]
         check_export(tmp_path, [host.own / "saved" for host in hosts.hosts])
