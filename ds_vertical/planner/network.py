@@ -221,6 +221,13 @@ def seconds_of(hop: Hop, machine: Machine) -> float:
     return latency + hop.num_bytes / rate if rate else 0.0
 
 
+def knows_links(machine: Machine, network: Network) -> bool:
+    """Whether the machine says what each link carries that collectives of this network go over."""
+    lanes = {hop.lane for hop in network.sweep(1.0, 1.0, again=False)}
+    lanes |= {hop.lane for hop in (*network.reduce(1.0, 1.0), *(network.cross(1.0, 1.0) if network.levels else ()))}
+    return all(getattr(machine, f"{lane}_bytes_per_s") is not None for lane in lanes)
+
+
 @dataclass(frozen=True)
 class LevelChoice:
     """What a plan says of levels, as keys of the section. `ranks_per_node`: w; `gradients`: g."""
