@@ -36,7 +36,8 @@ class Machine:
     summed gradient (null: no time). `ssd_core_s_per_byte`: seconds of a host core that a byte read or written takes from
     what computes there (null: none; counted where `one_memory`). `net_local_bytes_per_s`: what comes into a rank from the
     others of its node while all receive; `net_cross_bytes_per_s`: into a node from the others (null: links take no time; see
-    `network`). `net_pair_bytes_per_s`: as the first, of `net_pair_ranks` neighbours that have a faster link of their own. `net_core_s_per_byte`: as `ssd_core_s_per_byte`, for a byte that a rank receives over levels;
+    `network`). `net_pair_bytes_per_s`: as the first, of `net_pair_ranks` neighbours that have a faster link of their own.
+    `net_core_s_per_byte`: as `ssd_core_s_per_byte`, for a byte that a rank receives over levels;
     `net_one_level_core_s_per_byte`: over all ranks at once (null: the same), where gloo adds what it receives piece by piece,
     while over levels it is added once all of it has come. `net_round_core_s_per_element`: seconds of a host core for a number
     that is rounded to fewer bits, or read from them, for a collective (null: none; counted where `one_memory`). Latencies are

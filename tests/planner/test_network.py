@@ -177,7 +177,7 @@ PAIRS = replace(MACHINE, net_pair_ranks=2, net_pair_bytes_per_s=8000.0, net_pair
 
 
 def test_a_pair_with_a_link_of_its_own_has_a_lane_of_its_own() -> None:
-    """Two nodes of four ranks: a hop of a pair is on its link, one of more ranks on the node's, whatever passes within pairs."""
+    """Two nodes of four ranks: a hop of a pair is on its link, one of more ranks on the node's, with what passes in pairs."""
     four = Network(2, 4, levels=True, pair_ranks=2)
     pairs = replace(four, copy_ranks=2)
 
@@ -205,7 +205,7 @@ def test_simulator_bound_and_program_have_the_lane_of_pairs() -> None:
         bound = step_bound(schedule, machine, shape)
         assert bound.resource == decides
         ran = simulate(schedule, machine, shape)
-        # at each fetch half of a unit's 2000 bytes comes from the other rank of the pair, and half of its 4000 of gradients once
+        # at each fetch half of a unit's 2000 bytes comes from the other rank of the pair, and once half of its gradients' 4000
         expected = 0.5 * (fetches + 6) + (1000 * fetches + 2000 * 6) / (machine.net_pair_bytes_per_s or 0)
         assert ran.busy_s["net_pair"] == pytest.approx(expected)
         assert bound.busy_s["net_pair"] == pytest.approx(expected)
