@@ -20,7 +20,7 @@ import two_hosts
 from ab_runs import BASE, SCRIPT, write
 from places import ROOT, SUPPORT
 from processes import start_ranks
-from two_hosts import NAMES, Launch, TwoHosts, launch, results, wait_for
+from two_hosts import NAMES, ForkedRanks, Launch, TwoHosts, launch, results, wait_for
 
 from ds_vertical.cli.bench import disk_limit
 
@@ -28,6 +28,7 @@ slow = pytest.mark.slow
 pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(900)]
 RATE = "500mbit"
 NAMED_S = 15.0  # from the loss of a host until the other one's ranks have named it
+LEVELS = ["--levels", "2"]  # with two ranks on each host
 ENDED_S = 15.0  # until they have ended, as docs/multi-node.md says
 SEND = """
 import socket, sys, time
@@ -112,6 +113,18 @@ def on_one_host(folder: Path, num_ranks: int, steps: int = 2, words: Sequence[st
     return out
 
 
+def test_a_step_over_levels_has_the_loss_of_one_level_and_brings_fewer_bytes_over_the_link(tmp_path: Path) -> None:
+    with TwoHosts(tmp_path) as hosts, ForkedRanks(hosts, 2) as ranks:
+        flat, levels = ranks.run(["--steps", "1"], "flat"), ranks.run(["--steps", "1", *LEVELS], "levels")
+    for one, other in zip(flat, levels, strict=True):
+        assert one["losses"] == other["losses"], "gathers have the same bits"
+        assert (one["neighbours"], other["neighbours"]) == (2, 2)
+    for rank in (0, 2):
+        for run in (flat, levels):
+            assert run[rank]["inbound"][0] == pytest.approx(run[rank]["formula"][0], rel=0.02)
+        assert flat[rank]["inbound"][0] > 2 * levels[rank]["inbound"][0]
+
+
 @pytest.mark.parametrize("ranks_per_host", [1, pytest.param(2, marks=slow)])
 def test_two_hosts_have_the_bits_of_one_and_move_what_the_formula_says(tmp_path: Path, ranks_per_host: int) -> None:
     num_ranks = 2 * ranks_per_host
@@ -163,9 +176,6 @@ def test_a_host_that_is_lost_ends_the_other_and_is_named(tmp_path: Path, how: st
         print(f"named after {named_s:.1f} s, ended after {ended_s:.1f} s")
         check_first_error(launched.log(), left.name, f"host {lost} (rank {NAMES.index(lost)}) has ")
         assert named_s < NAMED_S and ended_s < ENDED_S, launched.log()
-
-
-LEVELS = ["--levels", "2"]  # with two ranks on each host
 
 
 def lose(hosts: TwoHosts, launched: Launch, how: str, event: str) -> None:
