@@ -3,6 +3,7 @@ through DeepSpeed's own launcher. The hosts are benchmarks/rig's."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -11,7 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import hops
@@ -20,7 +23,7 @@ import two_hosts
 from ab_runs import BASE, SCRIPT, write
 from places import ROOT, SUPPORT
 from processes import start_ranks
-from two_hosts import NAMES, ForkedRanks, Launch, TwoHosts, launch, results, wait_for
+from two_hosts import NAMES, ForkedRanks, ForkedRun, Launch, TwoHosts, launch, results, wait_for
 
 from ds_vertical.cli.bench import disk_limit
 
@@ -104,18 +107,22 @@ def test_a_killed_driver_leaves_nothing_that_the_next_one_does_not_remove(tmp_pa
     assert groups == []
 
 
-def on_one_host(folder: Path, num_ranks: int, steps: int = 2, words: Sequence[str] = ()) -> Path:
+def on_one_host(folder: Path, num_ranks: int, steps: int = 2) -> Path:
     """The same training, all ranks on this machine."""
     out = folder / "one"
     out.mkdir()
-    words = ["--nvme", str(folder / "nvme"), "--out", str(out), "--steps", str(steps), *words]
+    words = ["--nvme", str(folder / "nvme"), "--out", str(out), "--steps", str(steps)]
     start_ranks([sys.executable, str(two_hosts.WORKER), *words], out, num_ranks=num_ranks, forked=True)
     return out
 
 
 def test_a_step_over_levels_has_the_loss_of_one_level_and_brings_fewer_bytes_over_the_link(tmp_path: Path) -> None:
     with TwoHosts(tmp_path) as hosts, ForkedRanks(hosts, 2) as ranks:
-        flat, levels = ranks.run(["--steps", "1"], "flat"), ranks.run(["--steps", "1", *LEVELS], "levels")
+        runs = [ranks.start(["--steps", "1"], "flat")]
+        assert runs[0].wait(60) == 0, runs[0].log()
+        runs.append(ranks.start(["--steps", "1", *LEVELS], "levels"))
+        assert runs[1].wait(60) == 0, runs[1].log()
+        flat, levels = (results(run.out, 4) for run in runs)
     for one, other in zip(flat, levels, strict=True):
         assert one["losses"] == other["losses"], "gathers have the same bits"
         assert (one["neighbours"], other["neighbours"]) == (2, 2)
@@ -178,25 +185,18 @@ def test_a_host_that_is_lost_ends_the_other_and_is_named(tmp_path: Path, how: st
         assert named_s < NAMED_S and ended_s < ENDED_S, launched.log()
 
 
-def lose(hosts: TwoHosts, launched: Launch, how: str, event: str) -> None:
-    """Lose nodeB once its ranks stand in a hop of the event; the ranks of nodeA have named it and ended within the time."""
-    inside = [launched.out / f"inside{rank}" for rank in (2, 3)]
-    launched.wait_for(lambda: all(map(Path.exists, inside)) or launched.process.poll() is not None, 400)
+def check_is_lost(run: Launch | ForkedRun, event: str, lose: Callable[[], None]) -> None:
+    """`lose` nodeB once its ranks stand in a hop of the event: nodeA's ranks name it, and end, within the time."""
+    inside = [run.out / f"inside{rank}" for rank in (2, 3)]
+    run.wait_for(lambda: all(map(Path.exists, inside)) or not run.left(1), 400)
     members = [json.loads(path.read_text()) for path in inside]
     assert members == ([[0, 2], [1, 3]] if hops.HOPS[event][1] else [[2, 3]] * 2)
-    left, gone = hosts.hosts
-    if how == "vanishes":
-        gone.vanish()
-    elif how == "is cut off":
-        gone.set_link(False)
-    else:
-        for pid in gone.processes(two_hosts.WORKER):
-            os.kill(pid, signal.SIGKILL)
-    named_s = launched.wait_for(lambda: re.search("^nodeA.*OtherRankError: ", launched.log(), re.MULTILINE) is not None, 60)
-    ended_s = named_s + launched.wait_for(lambda: not left.processes(two_hosts.WORKER), 60)
+    lose()
+    named_s = run.wait_for(lambda: re.search("^nodeA.*OtherRankError: ", run.log(), re.MULTILINE) is not None, 60)
+    ended_s = named_s + run.wait_for(lambda: not run.left(0), 60)
     print(f"named after {named_s:.1f} s, ended after {ended_s:.1f} s")
-    check_first_error(launched.log(), "nodeA", "host nodeB (ranks 2, 3) has ")
-    assert named_s < NAMED_S and ended_s < ENDED_S, launched.log()
+    check_first_error(run.log(), "nodeA", "host nodeB (ranks 2, 3) has ")
+    assert named_s < NAMED_S and ended_s < ENDED_S, run.log()
 
 
 @slow
@@ -204,42 +204,48 @@ def lose(hosts: TwoHosts, launched: Launch, how: str, event: str) -> None:
 def test_a_host_that_vanishes_within_a_hop_over_levels_is_named(tmp_path: Path, event: str) -> None:
     with TwoHosts(tmp_path, RATE) as hosts:
         launched = Launch(hosts, [*LEVELS, "--loop", "--stand-in", event], ranks_per_host=2)
-        lose(hosts, launched, "vanishes", event)
+        launched.wait_for(lambda: bool(launched.left(1)), 60)
+        check_is_lost(launched, event, hosts.hosts[1].vanish)
 
 
-def kept(launched: Launch) -> list[str]:
-    """By rank the digest behind the save that a run has begun with."""
-    return [json.loads((launched.out / f"kept{rank}.json").read_text()) for rank in range(4)]
+@dataclass
+class Saved:
+    """What runs have saved behind their first step: the folders, and of each the digests behind the save by rank."""
 
+    folders: list[Path] = field(default_factory=list)
+    digests: list[list[str]] = field(default_factory=list)
 
-def check_they_go_on(hosts: TwoHosts, tmp_path: Path, saved: Sequence[Path], digests: Sequence[list[str]]) -> None:
-    """Each folder's last checkpoint, saved behind a first step, loads with its digest on each rank of new processes on the same
-    hosts, and the step behind it has the bits of a run to which nothing has happened."""
-    last = Launch(hosts, [*LEVELS, "--load", *map(str, saved), "--steps", "1"], ranks_per_host=2, name="last")
-    assert last.wait(400) == 0, last.log()
-    whole = on_one_host(tmp_path, 4, words=LEVELS)
-    for rank, (found, expected) in enumerate(zip(results(last.out, 4), results(whole, 4), strict=True)):
-        assert found["loaded"] == [str(folder / "global_step1" / "ds_vertical.json") for folder in saved]
-        assert found["at_load"] == [digest[rank] for digest in digests]
-        assert (found["losses"], found["digest"]) == (expected["losses"][1:], expected["digest"])
+    def note(self, folder: Path, run: ForkedRun) -> None:
+        self.folders.append(folder)
+        self.digests.append([json.loads((run.out / f"kept{rank}.json").read_text()) for rank in range(4)])
+
+    def check_runs_go_on(self, ranks: ForkedRanks) -> None:
+        """Each folder's last checkpoint loads with its digest on each rank of new processes, and the step behind it has the
+        bits of a run to which nothing has happened."""
+        last = ranks.start([*LEVELS, "--load", *map(str, self.folders), "--steps", "1"], "last")
+        assert last.wait() == 0, last.log()
+        whole = ranks.start([*LEVELS, "--steps", "2"], "whole")
+        assert whole.wait() == 0, whole.log()
+        for rank, (found, expected) in enumerate(zip(results(last.out, 4), results(whole.out, 4), strict=True)):
+            assert found["loaded"] == [str(folder / "global_step1" / "ds_vertical.json") for folder in self.folders]
+            assert found["at_load"] == [digests[rank] for digests in self.digests]
+            assert (found["losses"], found["digest"]) == (expected["losses"][1:], expected["digest"])
 
 
 @slow
-@pytest.mark.parametrize("event", [event for event, (_, across) in hops.HOPS.items() if across])
-def test_behind_a_host_lost_within_a_hop_the_last_checkpoint_goes_on_with_its_bits(tmp_path: Path, event: str) -> None:
-    """Cut off, then with all of its processes killed; both have saved ahead of it."""
-    with TwoHosts(tmp_path, RATE) as hosts:
-        saved, digests = [], []
-        for name, how in (("cut", "is cut off"), ("emptied", "is emptied")):
-            saved.append(hosts.shared / f"saved.{name}")
-            words = [*LEVELS, "--keep", str(saved[-1]), "--loop", "--stand-in", event]
-            launched = Launch(hosts, words, ranks_per_host=2, name=name)
-            lose(hosts, launched, how, event)
-            launched.wait_for(lambda: not hosts.hosts[1].processes(two_hosts.WORKER), 60)
-            hosts.hosts[1].set_link(True)
-            assert launched.wait() != 0
-            digests.append(kept(launched))
-        check_they_go_on(hosts, tmp_path, saved, digests)
+def test_behind_a_host_lost_within_a_hop_the_last_checkpoint_goes_on_with_its_bits(tmp_path: Path) -> None:
+    """In SPREAD and in CROSS, cut off and with all its ranks killed. Both hosts have saved ahead of it, to one folder."""
+    with TwoHosts(tmp_path, RATE) as hosts, ForkedRanks(hosts, 2) as ranks:
+        saved = Saved()
+        for event, how in itertools.product((event for event, (_, across) in hops.HOPS.items() if across), ("cut", "killed")):
+            folder = hosts.shared / f"saved {event} {how}"
+            run = ranks.start([*LEVELS, "--keep", str(folder), "--loop", "--stand-in", event], f"{event} {how}")
+            gone = hosts.hosts[1]
+            check_is_lost(run, event, partial(gone.set_link, False) if how == "cut" else partial(run.kill, 1))
+            run.wait_for(lambda run=run: not run.left(1), 60)
+            gone.set_link(True)
+            saved.note(folder, run)
+        saved.check_runs_go_on(ranks)
 
 
 # who is killed in the second save, and where
@@ -249,35 +255,36 @@ SAVES = [(1, "files set aside"), (3, "rank complete"), (2, "folder made"), (0, "
 @slow
 def test_a_rank_killed_in_a_save_of_both_hosts_over_levels_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     """One of either host, and the one that puts the tag's folder in place. The folder is one that the hosts share."""
-    with TwoHosts(tmp_path, RATE) as hosts:
-        saved, digests = [], []
-        for number, (rank, point) in enumerate(SAVES):
-            saved.append(hosts.shared / f"saved{number}")
-            folder = str(saved[-1])
-            words = [*LEVELS, "--keep", folder, "--steps", "1", "--save", folder, "--die", str(rank), point]
-            launched = Launch(hosts, words, ranks_per_host=2, name=f"dying{number}")
-            assert launched.wait(400) != 0
-            assert re.search(rf"OtherRankError: save_checkpoint: rank {rank} is gone", launched.log()), launched.log()
-            launched.wait_for(lambda: not any(host.processes(two_hosts.WORKER) for host in hosts.hosts), 60)
-            digests.append(kept(launched))
-        check_they_go_on(hosts, tmp_path, saved, digests)
+    with TwoHosts(tmp_path, RATE) as hosts, ForkedRanks(hosts, 2) as ranks:
+        saved = Saved()
+        for rank, point in SAVES:
+            folder = hosts.shared / f"saved{rank}"
+            words = [*LEVELS, "--keep", str(folder), "--steps", "1", "--save", str(folder), "--die", str(rank), point]
+            run = ranks.start(words, f"dying{rank}")
+            assert run.wait() != 0
+            assert run.codes[rank] == -signal.SIGKILL and sum(code == -signal.SIGKILL for code in run.codes.values()) == 1
+            assert all(run.codes.values()), run.log()
+            assert re.search(rf"OtherRankError: save_checkpoint: (rank {rank} is gone|host nodeA)", run.log()), run.log()
+            saved.note(folder, run)
+        saved.check_runs_go_on(ranks)
 
 
 @slow
 @pytest.mark.parametrize(("words", "ranks_per_host", "steps"), [([], 1, 40), (LEVELS, 2, 20)], ids=["one level", "levels"])
 def test_a_link_that_comes_back_is_used_again(tmp_path: Path, words: list[str], ranks_per_host: int, steps: int) -> None:
-    num_ranks = 2 * ranks_per_host
-    with TwoHosts(tmp_path, RATE) as hosts:
-        launched = Launch(hosts, ["--steps", str(steps), *words], ranks_per_host)
-        one = on_one_host(tmp_path, num_ranks, steps, words)
-        wait_for(lambda: hosts.inbound_bytes()["nodeB"] > 100e6, 200)
+    with TwoHosts(tmp_path, RATE) as hosts, ForkedRanks(hosts, ranks_per_host) as ranks:
+        run = ranks.start(["--steps", str(steps), *words])
+        run.wait_for(lambda: hosts.inbound_bytes()["nodeB"] > 100e6 or not run.left(1), 400)
         hosts.hosts[1].set_link(False)
         time.sleep(5)
-        assert launched.process.poll() is None
+        assert run.left(0) and run.left(1), "the link was to drop in the middle of it"
         hosts.hosts[1].set_link(True)
-        assert launched.wait(400) == 0, launched.log()
-        two = results(launched.out, num_ranks)
-    for rank, here in zip(two, results(one, num_ranks), strict=True):
+        assert run.wait() == 0, run.log()
+        whole = ranks.start(["--steps", str(steps), *words], "whole")
+        assert whole.wait() == 0, whole.log()
+        num_ranks = 2 * ranks_per_host
+        found, expected = results(run.out, num_ranks), results(whole.out, num_ranks)
+    for rank, here in zip(found, expected, strict=True):
         assert (rank["losses"], rank["digest"]) == (here["losses"], here["digest"])
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "INTERFACE",
     "NAMES",
     "ForkedRanks",
+    "ForkedRun",
     "Launch",
     "TwoHosts",
     "launch",
@@ -43,6 +44,11 @@ class Launch:
         launch.write_settings(hosts, ranks_per_host)
         given = ["--nvme", str(hosts.ssd), "--out", str(self.out), *words]
         self.process = launch.start(hosts, WORKER, given, self._log)
+        self._hosts = hosts
+
+    def left(self, host: int) -> list[int]:
+        """The process numbers, on this machine, of the ranks of a host that have not ended."""
+        return self._hosts.hosts[host].processes(WORKER)
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")
@@ -71,45 +77,71 @@ class ForkedRanks:
     the ranks of every run. To be used in a `with` block."""
 
     def __init__(self, hosts: TwoHosts, ranks_per_host: int) -> None:
-        self._hosts, self._ranks_per_host = hosts, ranks_per_host
+        self.hosts, self.ranks_per_host = hosts, ranks_per_host
         self._env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(Path.home()), **launch.ENVIRONMENT}
-        self._env |= {"PYTHONPATH": f"{ROOT}:{SUPPORT}", "LOCAL_SIZE": str(ranks_per_host)}
+        self._env |= {"PYTHONPATH": f"{ROOT}:{SUPPORT}", "MASTER_ADDR": NAMES[0], "MASTER_PORT": str(launch.PORT)}
+        self._env |= {"WORLD_SIZE": str(ranks_per_host * len(NAMES)), "LOCAL_WORLD_SIZE": str(ranks_per_host)}
         settings = " ".join(f"{name}='{value}'" for name, value in self._env.items())
         command = f"{settings} exec {sys.executable} {SUPPORT / 'forks.py'}"
-        self._servers = [forks.Server([str(hosts.bin / "ssh"), name, command]) for name in NAMES]
+        self.servers = [forks.Server([str(hosts.bin / "ssh"), name, command]) for name in NAMES]
 
     def __enter__(self) -> ForkedRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for server in self._servers:
+        for server in self.servers:
             server.end()
 
-    def run(self, words: Sequence[str], name: str, limit_s: float = 100) -> list[dict[str, Any]]:
-        """What each rank of a run has found. `name`: another one for each."""
-        out = self._hosts.shared / name
+    def start(self, words: Sequence[str], name: str = "out") -> ForkedRun:
+        """Start a run. `name`: another one for each."""
+        out = self.hosts.shared / name
         out.mkdir()
-        num_ranks = self._ranks_per_host * len(NAMES)
-        log = out / "log"
-        common = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(self._ranks_per_host), "MASTER_ADDR": NAMES[0]}
-        command = [sys.executable, str(WORKER), "--nvme", str(self._hosts.ssd), "--out", str(out), *words]
-        under_way: list[tuple[forks.Server, int]] = []
-        for rank in range(num_ranks):
-            host, local = divmod(rank, self._ranks_per_host)
-            env = self._env | common | {"RANK": str(rank), "LOCAL_RANK": str(local), "MASTER_PORT": str(launch.PORT)}
-            server = self._servers[host]
-            under_way.append((server, server.ask("start", forks.job_of(command, out, env, (log, log), engine=True))))
-        codes: dict[int, int] = {}
+        command = [sys.executable, str(WORKER), "--nvme", str(self.hosts.ssd), "--out", str(out), *words]
+        pids: list[int] = []
+        for rank in range(self.ranks_per_host * len(NAMES)):
+            host, local = divmod(rank, self.ranks_per_host)
+            env, log = self._env | {"RANK": str(rank), "LOCAL_RANK": str(local)}, out / f"log{rank}"
+            pids.append(self.servers[host].ask("start", forks.job_of(command, out, env, (log, log), engine=True)))
+        return ForkedRun(self, out, pids)
 
-        def are_over() -> bool:
-            for rank, (server, pid) in enumerate(under_way):
-                if rank not in codes and (code := server.ask("poll", pid)) is not None:
-                    codes[rank] = code
-            return len(codes) == num_ranks or any(codes.values())
 
-        wait_for(are_over, limit_s, log.read_text)
-        assert not any(codes.values()), log.read_text()[-5000:]
-        return results(out, num_ranks)
+class ForkedRun:
+    """A run of `ForkedRanks` that is under way. `out`: where its ranks write; `pids`: of the ranks, on their hosts."""
+
+    def __init__(self, ranks: ForkedRanks, out: Path, pids: Sequence[int]) -> None:
+        self.out = out
+        self._ranks, self._pids = ranks, pids
+        self.codes: dict[int, int] = {}  # of the ranks that have ended
+
+    def log(self) -> str:
+        """What all ranks have said, with the host's name before each line."""
+        said: list[str] = []
+        for rank in range(len(self._pids)):
+            name = NAMES[rank // self._ranks.ranks_per_host]
+            said += [f"{name}: {line}" for line in (self.out / f"log{rank}").read_text(errors="replace").splitlines()]
+        return "\n".join(said)
+
+    def left(self, host: int) -> list[int]:
+        """The ranks of a host that have not ended."""
+        own = range(host * self._ranks.ranks_per_host, (host + 1) * self._ranks.ranks_per_host)
+        for rank in own:
+            if rank not in self.codes and (code := self._ranks.servers[host].ask("poll", self._pids[rank])) is not None:
+                self.codes[rank] = code
+        return [rank for rank in own if rank not in self.codes]
+
+    def kill(self, host: int) -> None:
+        """Kill all ranks of a host."""
+        for rank in self.left(host):
+            self._ranks.servers[host].ask("kill", self._pids[rank])
+
+    def wait_for(self, condition: Callable[[], bool], limit_s: float) -> float:
+        """As the function; a failure shows the log's end."""
+        return wait_for(condition, limit_s, self.log)
+
+    def wait(self, limit_s: float = 400) -> int:
+        """The first status of a rank, in their order, that is not 0; 0 where there is none."""
+        self.wait_for(lambda: not any([self.left(host) for host in range(len(NAMES))]), limit_s)
+        return next((code for _, code in sorted(self.codes.items()) if code), 0)
 
 
 def results(out: Path, num_ranks: int) -> list[dict[str, Any]]:
