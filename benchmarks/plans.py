@@ -1,8 +1,9 @@
 """Plans for machines that were not at hand, as docs/results.md has them: predicted seconds of a step, and what decides them.
 
-    python benchmarks/plans.py [--only TEXT]
+    python benchmarks/plans.py [--only TEXT] [--json FILE]
 
-Without --only it writes benchmarks/plans/<date>.json. It takes some minutes, and measures nothing.
+Without --only it writes benchmarks/plans/<date>.json, if --json names no other file. It takes some minutes, and measures
+nothing.
 """
 
 from __future__ import annotations
@@ -48,24 +49,25 @@ def main() -> None:
     """Plans, prints a line for each, and writes them down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="plan the rows alone whose options have this text")
-    only = parser.parse_args().only
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here, those of --only, too")
+    given = parser.parse_args()
     rows = []
-    for options in (f"{row} --clip 0" for row in ROWS if only in row):
+    for options in (f"{row} --clip 0" for row in ROWS if given.only in row):
         rows.append(row_of(options, command.plan(command.parsed(shlex.split(options)))))
         found = rows[-1]
         gain, rate = found["stock"]["step_s"] / found["step_s"], found["flops_per_s"] / 1e12
         shown = f"{found['step_s']:.1f} s, {rate:.1f} TFLOP/s, by {found['resource']}; stock {gain:.2f} times as long"
         print(f"{options}: {shown}", flush=True)
-    if not only:
-        write(rows)
+    if given.json is not None or not given.only:
+        write(rows, given.json)
 
 
-def write(rows: list[dict[str, Any]]) -> None:
-    """The record of all rows."""
+def write(rows: list[dict[str, Any]], path: Path | None) -> None:
+    """The record of the rows."""
     today = str(datetime.date.today())
     content = {"date": today, "versions": machine_info.versions(), "rows": rows}
     FOLDER.mkdir(exist_ok=True)
-    (FOLDER / f"{today}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (path or FOLDER / f"{today}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -267,7 +267,7 @@ def summary(taken: list[dict[str, Any]], num_samples: int, rate_bytes: float | N
 
 def measured_links(hosts: TwoHosts) -> dict[str, Any]:
     """What `ds-vertical limits --links` says of the two hosts. Raises RigError."""
-    words = ["limits", "--links", "--hostfile", launch.HOSTFILE, "--size-mb", str(LINKS_MB), "--json"]
+    words = ["limits", "--links", "--hostfile", launch.HOSTFILE, "--size-mb", str(LINKS_MB), "--no-keep", "--json"]
     words += ["--", "--master_port", str(launch.PORT - 1)]  # arms have those from it on
     command = [sys.executable, "-m", "ds_vertical.cli.main", *words]
     run = subprocess.run(command, cwd=hosts.shared, env=launch.environment(hosts), capture_output=True, text=True)

@@ -1,10 +1,11 @@
 """Collectives over the levels of a cluster, in flight: spread and gather weights, reduce gradients and send them across.
 
-[Note: lanes] Each level has a process group per direction (weights, gradients), and on the CPU a thread per group: a lane. A
-lane takes its hops first in, first out. A collective of several hops goes from lane to lane. All ranks issue collectives in the
-order of one schedule, so the order in each lane is the same on all ranks, whatever the other lanes do. A rank whose hop has
-failed issues none behind it any more: its hops would meet other ones of the other ranks. Every later collective of that
-direction raises that hop's error. On a GPU the calling thread issues all hops at once.
+[Note: lanes] Each direction (weights, gradients) has a mesh of torch's, of the dimensions "world", "node" and "pair": so each
+level has a process group per direction. On the CPU each such group has a thread: a lane. A lane takes its hops first in, first
+out. A collective of several hops goes from lane to lane. All ranks issue collectives in the order of one schedule, so the order
+in each lane is the same on all ranks, whatever the other lanes do. A rank whose hop has failed issues none behind it any more:
+its hops would meet other ones of the other ranks. Every later collective of that direction raises that hop's error. On a GPU
+the calling thread issues all hops at once.
 
 [Note: trees] A sum goes to its owner hop by hop: all-to-all of the ranks' terms, then their addition in fp32, in ascending
 order of ranks. The sum is rounded to the dtype of communication at the end of each hop. The first hop is over w ranks, then
@@ -109,8 +110,7 @@ class LevelCollectives:
         if topology.world != ranks.world_size():
             raise ValueError(f"{topology} is none of {ranks.world_size()} ranks")
         self.topology = topology
-        self._weights = _Direction("weights", topology, ranks.rank())
-        self._gradients = _Direction("gradients", topology, ranks.rank())
+        self._weights, self._gradients = (_Direction(name, topology) for name in ("weights", "gradients"))
         order = topology.order
         self._by_rank = sorted(range(len(order)), key=order.__getitem__)
 
@@ -152,16 +152,6 @@ class LevelCollectives:
         hops = self._gradients.hops((Level.WORLD,), functools.partial(_scattered_sums, quantizer))
         return self._gradients.issue(node_share, hops, lambda sums: sums.view(-1), what)
 
-    def mesh(self) -> DeviceMesh:
-        """The process groups of the weights as torch's mesh, outermost first: "world", "node", "pair", those of more than one
-        rank. Raises ValueError where there is none."""
-        groups = [(level, group) for level, group in reversed(self._weights.groups.items()) if group is not None]
-        numbers = torch.arange(self.topology.world).view([self.topology.width(level) for level, _ in groups])
-        names = tuple(level.value for level, _ in groups)
-        return DeviceMesh.from_group(
-            [group for _, group in groups], accelerator.device_name(), mesh=numbers, mesh_dim_names=names
-        )
-
     def close(self) -> None:
         """End the lanes' threads, once the hops that were issued are over. No collective may be issued any more."""
         self._weights.close()
@@ -195,12 +185,24 @@ class _Lane:
             del job  # and the memory that it holds
 
 
-class _Direction:
-    """The lanes and process groups of the weights, or of the gradients; see [Note: lanes]."""
+def _mesh(purpose: str, topology: Topology) -> DeviceMesh | None:
+    """The ranks as torch's mesh, of the levels that have several ranks, outermost first; None where there is no such level.
+    torch's own `init_device_mesh` would use the group of all ranks again, whose collectives come from another thread.
+    Collective among all ranks."""
+    cut = f"{topology.world}/{topology.node}/{topology.pair}"
+    made = {level: ranks.own_subgroup(f"{purpose} {level.value} {cut}", topology.hops(level)) for level in Level}
+    groups = {level.value: group for level, group in reversed(made.items()) if group is not None}
+    if not groups:
+        return None
+    numbers = torch.arange(topology.world).view([topology.width(Level(name)) for name in groups])
+    return DeviceMesh.from_group([*groups.values()], accelerator.device_name(), mesh=numbers, mesh_dim_names=tuple(groups))
 
-    def __init__(self, name: str, topology: Topology, rank: int) -> None:
-        cut = f"{topology.world}/{topology.node}/{topology.pair}"
-        self.groups = {level: ranks.own_subgroup(f"{name} {level.value} {cut}", topology.hops(level)) for level in Level}
+
+class _Direction:
+    """The lanes and the mesh of the weights, or of the gradients; see [Note: lanes]. `mesh`: see `_mesh`."""
+
+    def __init__(self, name: str, topology: Topology) -> None:
+        self.mesh = _mesh(name, topology)
         threaded = accelerator.device_name() == "cpu"
         self._lanes = {level: _Lane(f"ds_vertical {name} {level.value}", threaded) for level in Level}
         self.tracer = Tracer()
@@ -208,8 +210,13 @@ class _Direction:
 
     def hops(self, levels: Sequence[Level], hop: Callable[[ProcessGroup, list[torch.Tensor]], torch.Tensor]) -> _Hops:
         """`hop` over each level that has several ranks; over none, what is given stays as it is."""
-        groups = [(level, group) for level in levels if (group := self.groups[level]) is not None]
+        groups = [(level, group) for level in levels if (group := self._group(level)) is not None]
         return [(level, functools.partial(hop, group)) for level, group in groups] or [(levels[0], list.pop)]
+
+    def _group(self, level: Level) -> ProcessGroup | None:
+        if self.mesh is None or level.value not in (self.mesh.mesh_dim_names or ()):
+            return None
+        return self.mesh.get_group(level.value)
 
     def issue(
         self, given: torch.Tensor | Issued[torch.Tensor], hops: _Hops, form: Callable[[torch.Tensor], T], what: str

@@ -1,4 +1,4 @@
-"""The last measurement of this machine by `ds-vertical limits`, one per disk, in the user's cache."""
+"""The last measurement of this machine by `ds-vertical limits`, one per disk, in the user's cache; and of its links."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ds_vertical.compat.ops.cache import cache_root
-from ds_vertical.errors import ConfigError
+from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.io.atomic_file import replace_file, try_place
+from ds_vertical.planner.machine import read_links
 
 MeasuredReport = dict[str, Any]  # a file of `ds-vertical limits`
 
@@ -47,13 +48,37 @@ def disks_of(folders: Sequence[str | os.PathLike[str]]) -> tuple[int, ...]:
 def report_path(folder: str | os.PathLike[str]) -> Path:
     """Where the report for the disk of `folder` (see `file_system_of`) is kept."""
     accelerator = os.environ.get("DS_ACCELERATOR") or ("cuda" if Path("/dev/nvidia0").exists() else "cpu")
-    facts = (platform.node(), os.cpu_count(), _processor(), _memory_total(), accelerator, file_system_of(folder))
+    return _place_of(platform.node(), os.cpu_count(), _processor(), _memory_total(), accelerator, file_system_of(folder))
+
+
+def links_path(num_hosts: int, ranks_per_host: int, device: str) -> Path:
+    """Where the links between so many ranks are kept, rank 0 being on this host."""
+    return _place_of("links", platform.node(), num_hosts, ranks_per_host, device)
+
+
+def _place_of(*facts: object) -> Path:
     return cache_root().parent / "limits" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
 
 
 def keep_report(report: MeasuredReport, folder: str | os.PathLike[str]) -> Path:
     """Put a report in place of the last one, whole or not at all. Raises ConfigError."""
-    path = report_path(folder)
+    return _keep(report, report_path(folder))
+
+
+def keep_links(links: Mapping[str, float], num_hosts: int, ranks_per_host: int, device: str) -> Path:
+    """Put what `limits --links` has measured in place of the last of its kind, see `links_path`. Raises ConfigError."""
+    return _keep({"links": {**links}}, links_path(num_hosts, ranks_per_host, device))
+
+
+def kept_links(num_hosts: int, ranks_per_host: int, device: str) -> dict[str, float] | None:
+    """What `keep_links` has kept, as `Machine.with_links` takes it; None where there is nothing that can be read."""
+    try:
+        return read_links(links_path(num_hosts, ranks_per_host, device))
+    except CostsError:
+        return None
+
+
+def _keep(report: MeasuredReport, path: Path) -> Path:
     with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         replace_file(path, json.dumps(report, indent=2, allow_nan=False) + "\n")

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.machine_cache import training_report
+from ds_vertical.engine.machine_cache import kept_links, training_report
 from ds_vertical.engine.run_log import Follower, facts_of
 from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.io.contention import OtherWork
@@ -38,6 +38,7 @@ from ds_vertical.io.runs import stripes
 from ds_vertical.model import batch as micro
 from ds_vertical.planner.bound import step_bound
 from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.network import knows_links
 from ds_vertical.planner.run_record import Account, ExecutedStep, KeptRecord, RunInfo, Share
 from ds_vertical.schedule.events import Schedule
 from ds_vertical.schedule.trace import Tracer, now, union
@@ -145,7 +146,7 @@ class Goals:
 
     def __init__(self, engine: Any, report: Mapping[str, Any], tokens: int) -> None:
         self._facts = facts_of(engine, tokens)
-        self._machine = Machine.from_dict(report)
+        self._machine, self._with_links = with_links(Machine.from_dict(report), self._facts)
         if self._machine.one_memory != self._facts.one_memory:
             raise CostsError("the machine was measured with another accelerator; run `ds-vertical limits` again")
         self._rates = layer_rates(report, self._facts, getattr(engine.module, "config", None))
@@ -164,8 +165,20 @@ class Goals:
         if key not in self._known:
             account, rates = Account(self._facts, (ran,)), self._rates if whole else {}
             bound = step_bound(ran.schedule, self._machine, account.shape(ran, rates), parts=account.parts(ran))
-            self._known[key] = Goal(bound.seconds, bound.resource, whole)
+            self._known[key] = Goal(bound.seconds, bound.resource, whole, self._with_links)
         return self._known[key]
+
+
+def with_links(machine: Machine, facts: RunInfo) -> tuple[Machine, bool]:
+    """The machine with the links between a run's ranks, where these are known: as the machine says, or else as `limits --links`
+    has kept them of such ranks. And whether they are known."""
+    network = facts.network
+    if network is None:
+        return machine, facts.num_shards == 1  # else hosts have unequal numbers of ranks
+    if not knows_links(machine, network):
+        links = kept_links(network.num_nodes, network.ranks_per_node, accelerator.device_name())
+        machine = machine.with_links(links or {})
+    return machine, knows_links(machine, network)
 
 
 def layer_rates(report: Mapping[str, Any], facts: RunInfo, config: Any) -> Mapping[str, float]:
@@ -225,11 +238,13 @@ class BusyMeter(Tracer):
 @dataclass(frozen=True)
 class Goal:
     """The bound of one step in seconds, and the resource that decides it. Without `whole` its computation is not counted,
-    since nobody knows its seconds: the true bound is this one or a longer one."""
+    and without `with_links` what ranks send each other, since nobody knows the seconds: the true bound is this one or a longer
+    one."""
 
     seconds: float
     resource: str
     whole: bool
+    with_links: bool = True
 
 
 @dataclass(frozen=True)
@@ -252,7 +267,8 @@ class Reading:
         one; otherwise the bound's is named, as the bound's."""
         words = [f"{self.tokens_per_s:,.{0 if self.tokens_per_s >= 10 else 2}f} tokens/s", f"last {self.step_s:.2f} s"]
         if self.goal is not None and self.fraction is not None:
-            words.append(f"{'' if self.goal.whole else 'at least '}{self.fraction:.0%} of the bound")
+            complete = self.goal.whole and self.goal.with_links
+            words.append(f"{'' if complete else 'at least '}{self.fraction:.0%} of the bound")
         if all_told and self.busy:
             name = max(self.busy, key=lambda resource: self.busy[resource])
             words.append(f"busiest: {name} {self.busy[name]:.0%}")

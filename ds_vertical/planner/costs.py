@@ -28,7 +28,7 @@ from ds_vertical.schedule.events import Event, Op
 from ds_vertical.schedule.levels import Arrival, arrivals
 from ds_vertical.types import PRE, SUF, TensorKind, Tier, Unit, check_share, per_tier
 
-Lane = Literal["compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam", "net_local", "net_cross"]
+Lane = Literal["compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam", "net_pair", "net_local", "net_cross"]
 Purpose = Literal["compute", "parameters", "gradients", "state", "activations", "kept"]
 Parts = Mapping[tuple[Unit, str], float]
 # Whether activations and what forwards keep that rest in a tier are copied off the device, and whether they are written to SSD.

@@ -383,9 +383,9 @@ def _link_rows(case: LpProblem, sweep: str) -> Iterator[Constraint]:
     if again:
         gradients = shape.stepped_elements, shape.gradient_bytes
         hops += network.reduce(*gradients) + (network.cross(*gradients) if network.levels else ())
-    for lane in ("net_local", "net_cross"):
+    for lane, name in LINKS.items():
         seconds = sum(seconds_of(hop, case.machine) for hop in hops if hop.lane == lane)
-        yield _time(LINKS[lane], sweep, {}, seconds)
+        yield _time(name, sweep, {}, seconds)
 
 
 def _kept_bytes(case: LpProblem, *tiers: Tier) -> Row:

@@ -36,7 +36,8 @@ class Machine:
     summed gradient (null: no time). `ssd_core_s_per_byte`: seconds of a host core that a byte read or written takes from
     what computes there (null: none; counted where `one_memory`). `net_local_bytes_per_s`: what comes into a rank from the
     others of its node while all receive; `net_cross_bytes_per_s`: into a node from the others (null: links take no time; see
-    `network`). `net_core_s_per_byte`: as `ssd_core_s_per_byte`, for a byte that a rank receives over levels;
+    `network`). `net_pair_bytes_per_s`: as the first, of `net_pair_ranks` neighbours that have a faster link of their own.
+    `net_core_s_per_byte`: as `ssd_core_s_per_byte`, for a byte that a rank receives over levels;
     `net_one_level_core_s_per_byte`: over all ranks at once (null: the same), where gloo adds what it receives piece by piece,
     while over levels it is added once all of it has come. `net_round_core_s_per_element`: seconds of a host core for a number
     that is rounded to fewer bits, or read from them, for a collective (null: none; counted where `one_memory`). Latencies are
@@ -61,11 +62,14 @@ class Machine:
     adam_cores: int | None = None
     adam_core_share: float | None = None
     ssd_core_s_per_byte: float | None = None
+    net_pair_ranks: int | None = None
+    net_pair_bytes_per_s: float | None = None
     net_local_bytes_per_s: float | None = None
     net_cross_bytes_per_s: float | None = None
     net_core_s_per_byte: float | None = None
     net_one_level_core_s_per_byte: float | None = None
     net_round_core_s_per_element: float | None = None
+    net_pair_latency_s: float = 0.0
     net_local_latency_s: float = 0.0
     net_cross_latency_s: float = 0.0
     ssd_latency_s: float = 0.0
@@ -83,6 +87,8 @@ class Machine:
             alone, together = (getattr(self, f"ssd_{lane}_{way}bytes_per_s") for way in ("", "together_"))
             if together is not None and together > alone:
                 raise refuse("machine", f"ssd_{lane}_together_bytes_per_s", together, f"at most the rate alone, {alone}")
+        if (self.net_pair_ranks is None) != (self.net_pair_bytes_per_s is None):
+            raise refuse("machine", "net_pair_ranks", self.net_pair_ranks, "a number with net_pair_bytes_per_s, or neither")
         if self.adam_cores is not None and self.adam_cores > self.host_cores:
             raise refuse("machine", "adam_cores", self.adam_cores, f"at most host_cores, {self.host_cores}, or null")
 
@@ -96,6 +102,8 @@ class Machine:
                 raise refuse("machine", key, value, "true or false")
         elif key.endswith("_cores"):
             check_number("machine", key, value, 1, f"a number of cores, 1 or more{null}", whole=True)
+        elif key.endswith("_ranks"):
+            check_number("machine", key, value, 2, f"a number of ranks, 2 or more{null}", whole=True)
         elif key.endswith("_share"):
             check_number("machine", key, value, 0.0, f"seconds per second, 0 or more{null}")
         elif key.endswith("_per_s"):

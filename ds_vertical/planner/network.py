@@ -23,6 +23,9 @@ each, c bytes come from each of the k - 1 others. So what the levels gain in byt
   that has more in each rank: p/w.
 - g > n: the second hop crosses the link with the sums of w ranks alone: q/w per rank, and not q/g.
 - g < n: a node's own ranks are in the third hop, too.
+
+[Note: pairs] Where `pair_ranks` neighbours of a node have a faster link of their own (the two GCDs of a card on Frontier), a
+hop among them alone is on it, "net_pair". A hop of more ranks counts as on the node's links, also what it moves within pairs.
 """
 
 from __future__ import annotations
@@ -36,8 +39,12 @@ from ds_vertical.errors import CostsError
 from ds_vertical.planner.machine import Machine
 from ds_vertical.types import check_number
 
-NetLane = Literal["net_local", "net_cross"]
-LINKS: Final[dict[NetLane, str]] = {"net_local": "links within a node", "net_cross": "links between nodes"}
+NetLane = Literal["net_pair", "net_local", "net_cross"]
+LINKS: Final[dict[NetLane, str]] = {
+    "net_pair": "links within a pair",
+    "net_local": "links within a node",
+    "net_cross": "links between nodes",
+}
 COPY_SHARES: Final = (1.0, 0.75, 0.5, 0.25, 0.0)  # that a search tries
 _SCALE_BYTES: Final = 4 / 256  # of an element: a block's scale, as the section has blocks by default
 INT8_BYTES: Final = 1 + _SCALE_BYTES  # of a weight, with `zero_quantized_weights`
@@ -46,7 +53,7 @@ INT4_BYTES: Final = 0.5 + _SCALE_BYTES  # of a gradient across nodes, with `zero
 
 @dataclass(frozen=True)
 class Hop:
-    """A collective, or a part of it, on one lane. `num_bytes`: into a rank on "net_local", into a node on "net_cross".
+    """A collective, or a part of it, on one lane. `num_bytes`: into a node on "net_cross", else into a rank.
     `received`: what all ranks of a node receive, from whomever. `rounded`: numbers that all ranks of a node round to fewer bits
     for it, or read from them."""
 
@@ -64,7 +71,8 @@ class Network:
     those whose copy the node keeps, on the device from step to step with `stands`. `reduces_twice`: gloo's reduce-scatter is an
     all-reduce. Bytes of an element on the way: `weight_bytes` (null: as in memory), `gradient_bytes` within a node and across
     (null: as they are summed). `copy_ranks`, `sum_ranks`: w and g of [Note: three levels] (null: the ranks of a node); w
-    divides the ranks of a node and g, g divides all ranks, and is a part or a multiple of a node.
+    divides the ranks of a node and g, g divides all ranks, and is a part or a multiple of a node. `pair_ranks`: see
+    [Note: pairs]; they divide the ranks of a node.
     """
 
     num_nodes: int = 1
@@ -77,6 +85,7 @@ class Network:
     copy_ranks: int | None = None
     sum_ranks: int | None = None
     stands: bool = False
+    pair_ranks: int = 1
 
     def __post_init__(self) -> None:
         for key in ("num_nodes", "ranks_per_node"):
@@ -106,7 +115,8 @@ class Network:
 
     def with_ranks(self, per_node: int) -> Network:
         """The same with other ranks on each node."""
-        return replace(self, ranks_per_node=per_node, levels=self.levels and per_node > 1)
+        pairs = math.gcd(per_node, self.pair_ranks)
+        return replace(self, ranks_per_node=per_node, levels=self.levels and per_node > 1, pair_ranks=pairs)
 
     @property
     def with_less_memory(self) -> Network | None:
@@ -167,14 +177,15 @@ class Network:
         near, into_rank = _on_node(width, stride, self.ranks_per_node), (width - 1) * num_bytes
         received = into_rank * self.ranks_per_node
         if near == width:
-            return _hop("net_local", into_rank, received)
+            return _hop(_near_lane(self.pair_ranks, width * stride), into_rank, received)
         return _hop("net_cross", into_rank * self.ranks_per_node / near, received)
 
     def _each_to_each(self, width: int, stride: int, num_bytes: float, rounded: float) -> tuple[Hop, ...]:
         """`num_bytes` from each rank of a hop to each other one. `rounded`: see `Hop`."""
         near, ranks = _on_node(width, stride, self.ranks_per_node), self.ranks_per_node
         within, across = (near - 1) * num_bytes, (width - near) * num_bytes * ranks
-        first = _hop("net_local", within, within * ranks, rounded)
+        lane = "net_local" if near < width else _near_lane(self.pair_ranks, width * stride)
+        first = _hop(lane, within, within * ranks, rounded)
         return first + _hop("net_cross", across, across, 0.0 if first else rounded)
 
 
@@ -210,6 +221,11 @@ def _on_node(width: int, stride: int, ranks_per_node: int) -> int:
     return max(1, min(width, ranks_per_node // stride))
 
 
+def _near_lane(pair_ranks: int, span: int) -> NetLane:
+    """The links of a hop within a node, whose ranks are among `span` neighbours; see [Note: pairs]."""
+    return "net_local" if pair_ranks % span else "net_pair"
+
+
 def _hop(lane: NetLane, num_bytes: float, received: float, rounded: float = 0.0) -> tuple[Hop, ...]:
     return (Hop(lane, num_bytes, received, rounded),) if num_bytes else ()
 
@@ -219,6 +235,13 @@ def seconds_of(hop: Hop, machine: Machine) -> float:
     name = hop.lane.removeprefix("net_")
     rate, latency = getattr(machine, f"net_{name}_bytes_per_s"), getattr(machine, f"net_{name}_latency_s")
     return latency + hop.num_bytes / rate if rate else 0.0
+
+
+def knows_links(machine: Machine, network: Network) -> bool:
+    """Whether the machine says what each link carries that collectives of this network go over."""
+    lanes = {hop.lane for hop in network.sweep(1.0, 1.0, again=False)}
+    lanes |= {hop.lane for hop in (*network.reduce(1.0, 1.0), *(network.cross(1.0, 1.0) if network.levels else ()))}
+    return all(getattr(machine, f"{lane}_bytes_per_s") is not None for lane in lanes)
 
 
 @dataclass(frozen=True)

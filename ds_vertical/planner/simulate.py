@@ -34,6 +34,7 @@ from ds_vertical.errors import CostsError
 from ds_vertical.planner.costs import Cost, Lane, Parts, Stage, event_costs
 from ds_vertical.planner.machine import NET_CORES, Machine
 from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.planner.network import LINKS
 from ds_vertical.schedule.dependencies import dependencies
 from ds_vertical.schedule.events import Event, Needs, Op, Schedule, error_at
 from ds_vertical.types import Unit
@@ -357,7 +358,7 @@ class _Simulation:
             return factors
         stages = [(factor, task.stage) for factor, task in zip(factors, active, strict=True)]
         left, sent = self.machine.divided(*_moved_per_s(stages), "compute" in lanes or "adam" in lanes)
-        parts = {"compute": left, "adam": left, "net_local": sent, "net_cross": sent}
+        parts = {"compute": left, "adam": left, **dict.fromkeys(LINKS, sent)}
         return [factor * parts.get(stage.lane, 1.0) for factor, stage in stages]
 
     def _divided(self, lanes: tuple[Lane, ...]) -> tuple[float, ...]:

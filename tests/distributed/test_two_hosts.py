@@ -3,6 +3,7 @@ through DeepSpeed's own launcher. The hosts are benchmarks/rig's."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import hops
@@ -19,7 +23,7 @@ import two_hosts
 from ab_runs import BASE, SCRIPT, write
 from places import ROOT, SUPPORT
 from processes import start_ranks
-from two_hosts import NAMES, Launch, TwoHosts, launch, results, wait_for
+from two_hosts import NAMES, ForkedRanks, ForkedRun, Launch, TwoHosts, launch, results, wait_for
 
 from ds_vertical.cli.bench import disk_limit
 
@@ -27,6 +31,7 @@ slow = pytest.mark.slow
 pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(900)]
 RATE = "500mbit"
 NAMED_S = 15.0  # from the loss of a host until the other one's ranks have named it
+LEVELS = ["--levels", "2"]  # with two ranks on each host
 ENDED_S = 15.0  # until they have ended, as docs/multi-node.md says
 SEND = """
 import socket, sys, time
@@ -111,6 +116,22 @@ def on_one_host(folder: Path, num_ranks: int, steps: int = 2) -> Path:
     return out
 
 
+def test_a_step_over_levels_has_the_loss_of_one_level_and_brings_fewer_bytes_over_the_link(tmp_path: Path) -> None:
+    with TwoHosts(tmp_path) as hosts, ForkedRanks(hosts, 2) as ranks:
+        runs = [ranks.start(["--steps", "1"], "flat")]
+        assert runs[0].wait(60) == 0, runs[0].log()
+        runs.append(ranks.start(["--steps", "1", *LEVELS], "levels"))
+        assert runs[1].wait(60) == 0, runs[1].log()
+        flat, levels = (results(run.out, 4) for run in runs)
+    for one, other in zip(flat, levels, strict=True):
+        assert one["losses"] == other["losses"], "gathers have the same bits"
+        assert (one["neighbours"], other["neighbours"]) == (2, 2)
+    for rank in (0, 2):
+        for run in (flat, levels):
+            assert run[rank]["inbound"][0] == pytest.approx(run[rank]["formula"][0], rel=0.02)
+        assert flat[rank]["inbound"][0] > 2 * levels[rank]["inbound"][0]
+
+
 @pytest.mark.parametrize("ranks_per_host", [1, pytest.param(2, marks=slow)])
 def test_two_hosts_have_the_bits_of_one_and_move_what_the_formula_says(tmp_path: Path, ranks_per_host: int) -> None:
     num_ranks = 2 * ranks_per_host
@@ -164,35 +185,107 @@ def test_a_host_that_is_lost_ends_the_other_and_is_named(tmp_path: Path, how: st
         assert named_s < NAMED_S and ended_s < ENDED_S, launched.log()
 
 
+def check_is_lost(run: Launch | ForkedRun, event: str, lose: Callable[[], None]) -> None:
+    """`lose` nodeB once its ranks stand in a hop of the event: nodeA's ranks name it, and end, within the time."""
+    inside = [run.out / f"inside{rank}" for rank in (2, 3)]
+    run.wait_for(lambda: all(map(Path.exists, inside)) or not run.left(1), 400)
+    members = [json.loads(path.read_text()) for path in inside]
+    assert members == ([[0, 2], [1, 3]] if hops.HOPS[event][1] else [[2, 3]] * 2)
+    lose()
+    named_s = run.wait_for(lambda: re.search("^nodeA.*OtherRankError: ", run.log(), re.MULTILINE) is not None, 60)
+    ended_s = named_s + run.wait_for(lambda: not run.left(0), 60)
+    print(f"named after {named_s:.1f} s, ended after {ended_s:.1f} s")
+    check_first_error(run.log(), "nodeA", "host nodeB (ranks 2, 3) has ")
+    assert named_s < NAMED_S and ended_s < ENDED_S, run.log()
+
+
 @slow
 @pytest.mark.parametrize("event", hops.HOPS)
 def test_a_host_that_vanishes_within_a_hop_over_levels_is_named(tmp_path: Path, event: str) -> None:
     with TwoHosts(tmp_path, RATE) as hosts:
-        launched = Launch(hosts, ["--levels", "2", "--loop", "--stand-in", event], ranks_per_host=2)
-        inside = [launched.out / f"inside{rank}" for rank in (2, 3)]
-        launched.wait_for(lambda: all(map(Path.exists, inside)) or launched.process.poll() is not None, 400)
-        members = [json.loads(path.read_text()) for path in inside]
-        assert members == ([[0, 2], [1, 3]] if hops.HOPS[event][1] else [[2, 3]] * 2)
-        hosts.hosts[1].vanish()
-        named_s = launched.wait_for(lambda: "OtherRankError: " in launched.log(), 60)
-        ended_s = named_s + launched.wait_for(lambda: not hosts.hosts[0].processes(two_hosts.WORKER), 60)
-        print(f"named after {named_s:.1f} s, ended after {ended_s:.1f} s")
-        check_first_error(launched.log(), "nodeA", "host nodeB (ranks 2, 3) has ")
-        assert named_s < NAMED_S and ended_s < ENDED_S, launched.log()
+        launched = Launch(hosts, [*LEVELS, "--loop", "--stand-in", event], ranks_per_host=2)
+        launched.wait_for(lambda: bool(launched.left(1)), 60)
+        check_is_lost(launched, event, hosts.hosts[1].vanish)
+
+
+@dataclass
+class Saved:
+    """What runs have saved behind their first step: the folders, and of each the digests behind the save by rank."""
+
+    folders: list[Path] = field(default_factory=list)
+    digests: list[list[str]] = field(default_factory=list)
+
+    def note(self, folder: Path, run: ForkedRun) -> None:
+        self.folders.append(folder)
+        self.digests.append([json.loads((run.out / f"kept{rank}.json").read_text()) for rank in range(4)])
+
+    def check_runs_go_on(self, ranks: ForkedRanks) -> None:
+        """Each folder's last checkpoint loads with its digest on each rank of new processes, and the step behind it has the
+        bits of a run to which nothing has happened."""
+        last = ranks.start([*LEVELS, "--load", *map(str, self.folders), "--steps", "1"], "last")
+        assert last.wait() == 0, last.log()
+        whole = ranks.start([*LEVELS, "--steps", "2"], "whole")
+        assert whole.wait() == 0, whole.log()
+        for rank, (found, expected) in enumerate(zip(results(last.out, 4), results(whole.out, 4), strict=True)):
+            assert found["loaded"] == [str(folder / "global_step1" / "ds_vertical.json") for folder in self.folders]
+            assert found["at_load"] == [digests[rank] for digests in self.digests]
+            assert (found["losses"], found["digest"]) == (expected["losses"][1:], expected["digest"])
 
 
 @slow
-def test_a_link_that_comes_back_is_used_again(tmp_path: Path) -> None:
-    with TwoHosts(tmp_path, RATE) as hosts:
-        launched = Launch(hosts, ["--steps", "40"])
-        one = on_one_host(tmp_path, 2, steps=40)
-        wait_for(lambda: hosts.inbound_bytes()["nodeB"] > 200e6, 200)
+def test_behind_a_host_lost_within_a_hop_the_last_checkpoint_goes_on_with_its_bits(tmp_path: Path) -> None:
+    """In SPREAD and in CROSS, cut off and with all its ranks killed. Both hosts have saved ahead of it, to one folder."""
+    with TwoHosts(tmp_path, RATE) as hosts, ForkedRanks(hosts, 2) as ranks:
+        saved = Saved()
+        for event, how in itertools.product((event for event, (_, across) in hops.HOPS.items() if across), ("cut", "killed")):
+            folder = hosts.shared / f"saved {event} {how}"
+            run = ranks.start([*LEVELS, "--keep", str(folder), "--loop", "--stand-in", event], f"{event} {how}")
+            gone = hosts.hosts[1]
+            check_is_lost(run, event, partial(gone.set_link, False) if how == "cut" else partial(run.kill, 1))
+            run.wait_for(lambda run=run: not run.left(1), 60)
+            gone.set_link(True)
+            saved.note(folder, run)
+        saved.check_runs_go_on(ranks)
+
+
+# who is killed in the second save, and where
+SAVES = [(1, "files set aside"), (3, "rank complete"), (2, "folder made"), (0, "folder complete")]
+
+
+@slow
+def test_a_rank_killed_in_a_save_of_both_hosts_over_levels_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    """One of either host, and the one that puts the tag's folder in place. The folder is one that the hosts share."""
+    with TwoHosts(tmp_path, RATE) as hosts, ForkedRanks(hosts, 2) as ranks:
+        saved = Saved()
+        for rank, point in SAVES:
+            folder = hosts.shared / f"saved{rank}"
+            words = [*LEVELS, "--keep", str(folder), "--steps", "1", "--save", str(folder), "--die", str(rank), point]
+            run = ranks.start(words, f"dying{rank}")
+            assert run.wait() != 0
+            assert run.codes[rank] == -signal.SIGKILL and sum(code == -signal.SIGKILL for code in run.codes.values()) == 1
+            assert all(run.codes.values()), run.log()
+            assert re.search(rf"OtherRankError: save_checkpoint: (rank {rank} is gone|host nodeA)", run.log()), run.log()
+            saved.note(folder, run)
+        saved.check_runs_go_on(ranks)
+
+
+@slow
+@pytest.mark.parametrize(("words", "ranks_per_host", "steps"), [([], 1, 40), (LEVELS, 2, 20)], ids=["one level", "levels"])
+def test_a_link_that_comes_back_is_used_again(tmp_path: Path, words: list[str], ranks_per_host: int, steps: int) -> None:
+    with TwoHosts(tmp_path, RATE) as hosts, ForkedRanks(hosts, ranks_per_host) as ranks:
+        run = ranks.start(["--steps", str(steps), *words])
+        run.wait_for(lambda: hosts.inbound_bytes()["nodeB"] > 100e6 or not run.left(1), 400)
         hosts.hosts[1].set_link(False)
         time.sleep(5)
+        assert run.left(0) and run.left(1), "the link was to drop in the middle of it"
         hosts.hosts[1].set_link(True)
-        assert launched.wait() == 0, launched.log()
-        two = results(launched.out, 2)
-    assert [rank["digest"] for rank in two] == [rank["digest"] for rank in results(one, 2)]
+        assert run.wait() == 0, run.log()
+        whole = ranks.start(["--steps", str(steps), *words], "whole")
+        assert whole.wait() == 0, whole.log()
+        num_ranks = 2 * ranks_per_host
+        found, expected = results(run.out, num_ranks), results(whole.out, num_ranks)
+    for rank, here in zip(found, expected, strict=True):
+        assert (rank["losses"], rank["digest"]) == (here["losses"], here["digest"])
 
 
 @slow
@@ -224,14 +317,14 @@ def test_a_run_resumes_from_its_hosts_own_folders_with_its_bits_and_a_save_that_
         assert first.wait() == 0, first.log()
         assert [rank["start"] for rank in results(first.out, 2)] == ["done"] * 2
         common += ["--load", str(own), "--steps", "1"]
-        dying = Launch(hosts, [*common, "--save", str(own), "--die", "switched"], name="dying")
+        dying = Launch(hosts, [*common, "--save", str(own), "--die", "1", "switched"], name="dying")
         assert dying.wait() != 0
         assert "OtherRankError: save_checkpoint: " in dying.log()
         last = Launch(hosts, common, name="last")
         one = on_one_host(tmp_path, 2, steps=3)
         assert last.wait() == 0, last.log()
         found, expected = results(last.out, 2), results(one, 2)
-        assert [rank["loaded"] for rank in found] == [str(own / "global_step2" / "ds_vertical.json")] * 2
+        assert [rank["loaded"] for rank in found] == [[str(own / "global_step2" / "ds_vertical.json")]] * 2
         assert [rank["digest"] for rank in found] == [rank["digest"] for rank in expected]
         assert [rank["losses"] for rank in found] == [rank["losses"][2:] for rank in expected]
         check_export(tmp_path, [host.own / "saved" for host in hosts.hosts])

@@ -31,6 +31,7 @@ from ds_vertical.engine.run_log import facts_of
 from ds_vertical.io import contention
 from ds_vertical.planner.bound import step_bound
 from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.network import Network
 from ds_vertical.planner.run_record import ExecutedStep
 from ds_vertical.schedule.trace import RecordingTracer, read_trace, summarize
 
@@ -243,6 +244,34 @@ def test_the_bound_is_that_of_the_schedule_that_ran(tmp_path: Path) -> None:
     assert found[1].seconds > found[0].seconds > 3 * 2 * 100  # from the second step on, steps are due
 
 
+LINKS = {"local_bytes_per_s": 1e12, "cross_bytes_per_s": 1e3}
+
+
+def test_the_bound_has_the_links_that_the_machine_or_the_cache_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ranks on two hosts a byte between the hosts takes longest. Where nobody knows, the bound says so."""
+    kept: dict[tuple[int, int, str], dict[str, float]] = {(2, 2, "cpu"): LINKS}
+    monkeypatch.setattr(progress, "kept_links", lambda *asked: kept.get(asked))
+    said = REPORT | {"machine": REPORT["machine"] | {f"net_{name}": value * 10 for name, value in LINKS.items()}}
+    found: list[Goal] = []
+
+    def look(engine: Any, step: int) -> None:
+        alone = Goals(engine, REPORT, 22).of_step(44)
+        assert alone.with_links and alone.resource.startswith("ssd")
+        for network, report in ((Network(2, 2), REPORT), (Network(2, 2), said), (Network(2, 3), REPORT)):
+            engine.network = network
+            found.append(Goals(engine, report, 22).of_step(44))
+        assert found[-1] == replace(alone, with_links=False)
+        engine.network = None
+
+    run_arm(ssd_state_config(tmp_path / "ssd"), build_model, token_batches(1, 2), vertical=True, between=look)
+    measured, of_machine, unknown = found
+    assert measured.with_links and of_machine.with_links and not unknown.with_links
+    assert measured.resource == of_machine.resource == "net_cross"
+    assert measured.seconds == pytest.approx(10 * of_machine.seconds, rel=0.01)
+    unequal = replace(FACTS, network=None, num_shards=3)
+    assert not progress.with_links(Machine.from_dict(said), unequal)[1]
+
+
 def test_a_machine_of_another_kind_gives_no_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,6 +404,7 @@ def test_words_name_the_busiest_resource_only_where_every_one_is_told() -> None:
     assert reading.words(all_told=False) == [*common, "bound by ssd_read"]
     part = replace(reading, goal=replace(goal, whole=False), tokens_per_s=1.5)
     assert part.words(all_told=False) == ["1.50 tokens/s", "last 4.00 s", "at least 50% of the bound", "bound by ssd_read"]
+    assert replace(reading, goal=replace(goal, with_links=False)).words(all_told=True)[2] == "at least 50% of the bound"
     assert replace(reading, goal=None, fraction=None).words(all_told=False) == common[:2]
     assert reading.scalars()["bound_fraction"] == part.scalars()["bound_fraction_without_compute"] == 0.5
 

@@ -22,6 +22,7 @@ from ds_vertical.errors import CostsError
 from ds_vertical.model.hf import named_shape, read_fields
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner import machine as profile
+from ds_vertical.planner.bound import step_bound
 from ds_vertical.planner.candidate import Choice, difference
 from ds_vertical.planner.costs import event_costs
 from ds_vertical.planner.linear_program import LpProblem
@@ -170,6 +171,53 @@ def test_pairs_of_a_node_cross_as_few_bytes_as_the_node() -> None:
     assert [hop.num_bytes for hop in pairs.local_gather(1000, 2)] == [1000]
     with pytest.raises(CostsError, match="copy_ranks 3 and sum_ranks 4 do not fit 2 nodes of 4 ranks"):
         Network(2, 4, levels=True, copy_ranks=3)
+
+
+PAIRS = replace(MACHINE, net_pair_ranks=2, net_pair_bytes_per_s=8000.0, net_pair_latency_s=0.5)
+
+
+def test_a_pair_with_a_link_of_its_own_has_a_lane_of_its_own() -> None:
+    """Two nodes of four ranks: a hop of a pair is on its link, one of more ranks on the node's, with what passes in pairs."""
+    four = Network(2, 4, levels=True, pair_ranks=2)
+    pairs = replace(four, copy_ranks=2)
+
+    def lanes(hops: Sequence[Hop]) -> list[tuple[str, float]]:
+        return [(hop.lane, hop.num_bytes) for hop in hops]
+
+    assert lanes(pairs.local_gather(1000, 2)) == [("net_pair", 1000)] and lanes(four.local_gather(1000, 2)) == [
+        ("net_local", 1500)
+    ]
+    assert lanes(pairs.spread(1000, 2)) == [("net_cross", 1000), ("net_local", 500), ("net_pair", 1000)]
+    assert lanes(pairs.reduce(1000, 4)) == [("net_pair", 2000), ("net_local", 1000)]
+    assert lanes(pairs.cross(1000, 4)) == lanes(replace(pairs, pair_ranks=1).cross(1000, 4)) == [("net_cross", 2000)]
+    without = replace(pairs, pair_ranks=1)
+    assert lanes(without.reduce(1000, 4)) == [("net_local", 2000), ("net_local", 1000)]
+    assert seconds_of(pairs.local_gather(1000, 2)[0], PAIRS) == 0.5 + 1000 / 8000
+    assert four.with_ranks(3).pair_ranks == 1 and four.with_ranks(6).pair_ranks == 2
+
+
+def test_simulator_bound_and_program_have_the_lane_of_pairs() -> None:
+    network = Network(2, 4, levels=True, copy_ranks=2, pair_ranks=2)
+    shape, schedule = replace(SHAPE, num_shards=8, network=network), training(network)
+    fetches = sum(event.op is Op.FETCH and isinstance(event.layer, int) for event in schedule.events)  # the ends are empty
+    slow = replace(PAIRS, net_pair_bytes_per_s=10.0)
+    for machine, decides in ((PAIRS, "net_cross"), (slow, "net_pair")):
+        bound = step_bound(schedule, machine, shape)
+        assert bound.resource == decides
+        ran = simulate(schedule, machine, shape)
+        # at each fetch half of a unit's 2000 bytes comes from the other rank of the pair, and once half of its gradients' 4000
+        expected = 0.5 * (fetches + 6) + (1000 * fetches + 2000 * 6) / (machine.net_pair_bytes_per_s or 0)
+        assert ran.busy_s["net_pair"] == pytest.approx(expected)
+        assert bound.busy_s["net_pair"] == pytest.approx(expected)
+    terms, limits = memory_budget.BudgetTerms(2, one_memory=True), {Tier.DEVICE: None, Tier.HOST: 1e9, Tier.SSD: 1e9}
+    solution = linear_program.solve(LpProblem(shape, slow, terms, limits, 0.0, True))
+    assert solution is not None and solution.binding[0].startswith("links within a pair")
+
+
+@pytest.mark.parametrize("fields", [{"net_pair_ranks": 2}, {"net_pair_bytes_per_s": 1e9}, {"net_pair_ranks": 1}])
+def test_half_of_what_is_said_of_pairs_is_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(CostsError, match="net_pair_ranks"):
+        replace(MACHINE, **fields)
 
 
 def test_fewer_bits_cross() -> None:

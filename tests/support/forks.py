@@ -30,13 +30,13 @@ from typing import IO, Any
 
 
 class Server:
-    """The process that forks. It ends with the one that has started it, and its forks with it."""
+    """The process that forks. It ends with the one that has started it, and its forks with it. `command`: starts this file as a
+    script, on this machine unless it is given."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, str(Path(__file__).resolve())]
+    def __init__(self, command: Sequence[str] = (sys.executable, str(Path(__file__).resolve()))) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-        atexit.register(self._end)
+        atexit.register(self.end)
 
     def ask(self, what: str, of: object) -> Any:
         """Its answer; the questions are `answers`'."""
@@ -47,7 +47,8 @@ class Server:
         assert answer, "the server has ended; what it has said stands above"
         return json.loads(answer)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End the process, and with it its forks. Called again it does nothing."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -59,6 +60,16 @@ def server() -> Server:
     return Server()
 
 
+def job_of(
+    command: Sequence[str], cwd: Path, env: Mapping[str, str], outputs: tuple[Path, Path], engine: bool
+) -> dict[str, object]:
+    """What a server is asked to start: see `Fork`."""
+    interpreter, *argv = command
+    assert interpreter == sys.executable
+    out, err = map(str, outputs)
+    return {"argv": argv, "cwd": str(cwd), "env": dict(env), "out": out, "err": err, "engine": engine}
+
+
 class Fork:
     """A process that is under way, with what `subprocess.Popen` has."""
 
@@ -67,11 +78,7 @@ class Fork:
     ) -> None:
         """`command`: `sys.executable` with a script, or with `-c` or `-m`. `outputs`: the files of stdout and stderr, which may
         be one. `engine`: whether it makes engines of ours."""
-        interpreter, *argv = command
-        assert interpreter == sys.executable
-        out, err = map(str, outputs)
-        job = {"argv": argv, "cwd": str(cwd), "env": dict(env), "out": out, "err": err, "engine": engine}
-        self.pid: int = server().ask("start", job)
+        self.pid: int = server().ask("start", job_of(command, cwd, env, outputs, engine))
         self.returncode: int | None = None
 
     def poll(self) -> int | None:

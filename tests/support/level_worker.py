@@ -196,16 +196,23 @@ class Rank:
             levels.tree_sum = real
         assert not any(alive), "the sums of a whole unit outlive the exchange of its terms"
 
-    def groups_are_a_mesh(self) -> None:
-        mesh = self.levels.mesh()
+    def groups_are_those_of_meshes(self) -> None:
+        """Of one for the weights and one for the gradients, whose collectives come from different threads."""
         named = {Level.PAIR: "pair", Level.NODE: "node", Level.WORLD: "world"}
         wide = [level for level in reversed(Level) if self.topology.width(level) > 1]
-        assert mesh.mesh_dim_names == tuple(named[level] for level in wide)
-        assert mesh.mesh.flatten().tolist() == list(range(self.world))
-        for level in wide:
-            group = mesh.get_group(named[level])
-            assert torch.distributed.get_process_group_ranks(group) == list(self.topology.hop(level, self.me))
-            assert group._get_backend(torch.device("cpu")).options._timeout == LIMIT, "as long as the group that there was"
+        found: set[str] = set()
+        for mesh in (self.levels._weights.mesh, self.levels._gradients.mesh):
+            if mesh is None:
+                assert not wide
+                continue
+            assert mesh.mesh_dim_names == tuple(named[level] for level in wide)
+            assert mesh.mesh.flatten().tolist() == list(range(self.world))
+            for level in wide:
+                group = mesh.get_group(named[level])
+                assert torch.distributed.get_process_group_ranks(group) == list(self.topology.hop(level, self.me))
+                assert group._get_backend(torch.device("cpu")).options._timeout == LIMIT, "as long as the group that there was"
+                found.add(group.group_name)
+        assert len(found - {torch.distributed.group.WORLD.group_name}) == 2 * len(wide)
 
     def none_is_issued_behind_one_that_failed(self) -> None:
         """Else its hops would meet other ones of the other ranks."""
@@ -235,7 +242,7 @@ def check(topology: Topology) -> None:
     rank.what_is_not_finite_stays_so()
     rank.lanes_are_apart()
     rank.terms_are_given_up_when_they_are_sent()
-    rank.groups_are_a_mesh()
+    rank.groups_are_those_of_meshes()
     rank.none_is_issued_behind_one_that_failed()
     rank.levels.close()
     for thread in lanes():

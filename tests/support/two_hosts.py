@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import forks
 from places import ROOT, SUPPORT
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -17,7 +18,19 @@ sys.path.append(str(ROOT / "benchmarks"))
 from rig import launch  # noqa: E402
 from rig.hosts import INTERFACE, NAMES, TwoHosts, refusal, remove_stale  # noqa: E402
 
-__all__ = ["INTERFACE", "NAMES", "Launch", "TwoHosts", "launch", "refusal", "remove_stale", "results", "wait_for"]
+__all__ = [
+    "INTERFACE",
+    "NAMES",
+    "ForkedRanks",
+    "ForkedRun",
+    "Launch",
+    "TwoHosts",
+    "launch",
+    "refusal",
+    "remove_stale",
+    "results",
+    "wait_for",
+]
 WORKER = SUPPORT / "two_hosts_worker.py"
 
 
@@ -31,6 +44,11 @@ class Launch:
         launch.write_settings(hosts, ranks_per_host)
         given = ["--nvme", str(hosts.ssd), "--out", str(self.out), *words]
         self.process = launch.start(hosts, WORKER, given, self._log)
+        self._hosts = hosts
+
+    def left(self, host: int) -> list[int]:
+        """The process numbers, on this machine, of the ranks of a host that have not ended."""
+        return self._hosts.hosts[host].processes(WORKER)
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")
@@ -52,6 +70,78 @@ class Launch:
         path = self.out / "step0"
         self.wait_for(lambda: self.process.poll() is not None or (path.exists() and int(path.read_text()) >= number), limit_s)
         assert self.process.poll() is None, self.log()[-5000:]
+
+
+class ForkedRanks:
+    """Runs of `WORKER` on both hosts without a launcher: on each host a process imports all there is to import once, and forks
+    the ranks of every run. To be used in a `with` block."""
+
+    def __init__(self, hosts: TwoHosts, ranks_per_host: int) -> None:
+        self.hosts, self.ranks_per_host = hosts, ranks_per_host
+        self._env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(Path.home()), **launch.ENVIRONMENT}
+        self._env |= {"PYTHONPATH": f"{ROOT}:{SUPPORT}", "MASTER_ADDR": NAMES[0], "MASTER_PORT": str(launch.PORT)}
+        self._env |= {"WORLD_SIZE": str(ranks_per_host * len(NAMES)), "LOCAL_WORLD_SIZE": str(ranks_per_host)}
+        settings = " ".join(f"{name}='{value}'" for name, value in self._env.items())
+        command = f"{settings} exec {sys.executable} {SUPPORT / 'forks.py'}"
+        self.servers = [forks.Server([str(hosts.bin / "ssh"), name, command]) for name in NAMES]
+
+    def __enter__(self) -> ForkedRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self.servers:
+            server.end()
+
+    def start(self, words: Sequence[str], name: str = "out") -> ForkedRun:
+        """Start a run. `name`: another one for each."""
+        out = self.hosts.shared / name
+        out.mkdir()
+        command = [sys.executable, str(WORKER), "--nvme", str(self.hosts.ssd), "--out", str(out), *words]
+        pids: list[int] = []
+        for rank in range(self.ranks_per_host * len(NAMES)):
+            host, local = divmod(rank, self.ranks_per_host)
+            env, log = self._env | {"RANK": str(rank), "LOCAL_RANK": str(local)}, out / f"log{rank}"
+            pids.append(self.servers[host].ask("start", forks.job_of(command, out, env, (log, log), engine=True)))
+        return ForkedRun(self, out, pids)
+
+
+class ForkedRun:
+    """A run of `ForkedRanks` that is under way. `out`: where its ranks write; `pids`: of the ranks, on their hosts."""
+
+    def __init__(self, ranks: ForkedRanks, out: Path, pids: Sequence[int]) -> None:
+        self.out = out
+        self._ranks, self._pids = ranks, pids
+        self.codes: dict[int, int] = {}  # of the ranks that have ended
+
+    def log(self) -> str:
+        """What all ranks have said, with the host's name before each line."""
+        said: list[str] = []
+        for rank in range(len(self._pids)):
+            name = NAMES[rank // self._ranks.ranks_per_host]
+            said += [f"{name}: {line}" for line in (self.out / f"log{rank}").read_text(errors="replace").splitlines()]
+        return "\n".join(said)
+
+    def left(self, host: int) -> list[int]:
+        """The ranks of a host that have not ended."""
+        own = range(host * self._ranks.ranks_per_host, (host + 1) * self._ranks.ranks_per_host)
+        for rank in own:
+            if rank not in self.codes and (code := self._ranks.servers[host].ask("poll", self._pids[rank])) is not None:
+                self.codes[rank] = code
+        return [rank for rank in own if rank not in self.codes]
+
+    def kill(self, host: int) -> None:
+        """Kill all ranks of a host."""
+        for rank in self.left(host):
+            self._ranks.servers[host].ask("kill", self._pids[rank])
+
+    def wait_for(self, condition: Callable[[], bool], limit_s: float) -> float:
+        """As the function; a failure shows the log's end."""
+        return wait_for(condition, limit_s, self.log)
+
+    def wait(self, limit_s: float = 400) -> int:
+        """The first status of a rank, in their order, that is not 0; 0 where there is none."""
+        self.wait_for(lambda: not any([self.left(host) for host in range(len(NAMES))]), limit_s)
+        return next((code for _, code in sorted(self.codes.items()) if code), 0)
 
 
 def results(out: Path, num_ranks: int) -> list[dict[str, Any]]:

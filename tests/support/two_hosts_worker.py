@@ -1,15 +1,17 @@
 """One rank of a run on two hosts, or on one, for test_two_hosts.py: a small model, parameters and state on SSD.
 
     deepspeed --hostfile hostfile tests/support/two_hosts_worker.py --nvme FOLDER --out FOLDER [--steps 2] [--loop]
-        [--save FOLDER ...] [--on-signal FOLDER] [--node-local] [--load FOLDER] [--die POINT] [--trace FOLDER]
-        [--levels RANKS] [--stand-in EVENT]
+        [--save FOLDER ...] [--on-signal FOLDER] [--node-local] [--load FOLDER ...] [--keep FOLDER] [--die RANK POINT]
+        [--trace FOLDER] [--levels RANKS] [--stand-in EVENT]
 
 Each rank writes OUT/rank<R>.json at the end: losses, a digest of weights and of its share of the state, and per step the bytes
 that came in over the host's link. `--loop`: steps without end; OUT/step<R> holds the number of the last one. `--save`: saves to
 each folder at the end, and says what came of it, as does `--on-signal` of an engine with that `on_signal.save_dir`.
-`--node-local`: hosts that do not share the folder have one each. `--load`: goes on from the folder's last checkpoint. `--die`:
-rank 1 is killed in its save, at that point. `--levels`: so many ranks are a node. `--stand-in`: in the second step the ranks of
-the second half write OUT/inside<R> and stand still in a hop of that event, one of `hops.HOPS`.
+`--node-local`: hosts that do not share the folder have one each. `--load`: loads each folder's last checkpoint, with the digest
+behind each, and goes on from the last one. `--keep`: ahead of all that follows a step and a save to the folder, and
+OUT/kept<R>.json has the digest behind it. `--die`: that rank is killed in the save at the end, at that point. `--levels`: so
+many ranks are a node. `--stand-in`: in the second step the ranks of the second half write OUT/inside<R> and stand still in a
+hop of that event, one of `hops.HOPS`.
 """
 
 from __future__ import annotations
@@ -75,27 +77,40 @@ def told(call: Callable[[], object]) -> str:
     return "done"
 
 
-def die_at(point: str, rank: int) -> None:
-    """Let rank 1 be killed where its save reaches the point."""
+def die_at(point: str) -> None:
+    """Let this rank be killed where its save reaches the point."""
 
     def reach(now: str) -> None:
-        if now == point and rank == 1:
+        if now == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
     save.reach = reach
 
 
-def stand_in(event: str, ranks_per_node: int, out: Path, rank: int) -> None:
-    """Let this rank stand still in a hop of an event over levels, behind those of about one step."""
+def stand_in(event: str, ranks_per_node: int, out: Path, rank: int, passed: int) -> None:
+    """Let this rank stand still in a hop of an event over levels, behind `passed` of them."""
 
     def stand(members: list[int]) -> None:
         (out / f"inside{rank}").write_text(json.dumps(members))
         time.sleep(1000)
 
-    act_in(event, ranks_per_node, 5, stand)
+    act_in(event, ranks_per_node, passed, stand)
 
 
-def main() -> int:
+def digest(engine: Any, model: torch.nn.Module, rank: int) -> str:
+    """Of the weights, and of this rank's masters and moments. Collective."""
+    return harness.digest(harness.read_weights(model) | state_without_padding(engine, model, rank))
+
+
+def keep(engine: Any, model: torch.nn.Module, folder: Path, out: Path) -> None:
+    """A step and a save, with the digest of what was saved."""
+    rank = dist.get_rank()
+    engine.train_batch(iter(rank_worker.batches(rank, dist.get_world_size())[0]))
+    engine.save_checkpoint(str(folder))
+    (out / f"kept{rank}.json").write_text(json.dumps(digest(engine, model, rank)))
+
+
+def options_given() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--nvme", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -104,41 +119,56 @@ def main() -> int:
     parser.add_argument("--save", type=Path, nargs="*", default=[])
     parser.add_argument("--on-signal", type=Path)
     parser.add_argument("--node-local", action="store_true")
-    parser.add_argument("--load", type=Path)
-    parser.add_argument("--die")
+    parser.add_argument("--load", type=Path, nargs="*", default=[])
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--die", nargs=2)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--levels", type=int)
     parser.add_argument("--stand-in")
     parser.add_argument("--local_rank", type=int)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    harness.start_process_group()
-    rank = int(os.environ["RANK"])
+    return parser.parse_args()
+
+
+def config_of(options: argparse.Namespace) -> dict[str, Any]:
     config = rank_worker.config(options.nvme, "fp32")
-    start = None
     if options.levels is not None:
         config["zero_optimization"]["zero_hpz_partition_size"] = options.levels
-    if options.stand_in is not None and rank >= dist.get_world_size() // 2:
-        stand_in(options.stand_in, options.levels, options.out, rank)
     if options.node_local:
         config["checkpoint"] = {"use_node_local_storage": True}
     if options.trace is not None:
         config["vertical_schedule"]["trace"] = str(options.trace)
-    if options.die is not None:
-        die_at(options.die, rank)
+    return config
+
+
+def main() -> int:
+    options = options_given()
+    torch.set_num_threads(1)
+    harness.start_process_group()
+    rank = int(os.environ["RANK"])
+    config, start = config_of(options), None
     if options.on_signal is not None:
         asking = copy.deepcopy(config)
         asking["vertical_schedule"]["on_signal"] = {"save_dir": str(options.on_signal)}
         start = told(lambda: harness.build_engine(asking, rank_worker.OddModel, vertical=True))
     engine, model = harness.build_engine(config, rank_worker.OddModel, vertical=True)
-    loaded = None if options.load is None else engine.load_checkpoint(str(options.load))[0]
+    loaded, at_load = [], []
+    for folder in options.load:
+        loaded.append(engine.load_checkpoint(str(folder))[0])
+        at_load.append(digest(engine, model, rank))
+    if options.keep is not None:
+        keep(engine, model, options.keep, options.out)
+    if options.stand_in is not None and rank >= dist.get_world_size() // 2:
+        # a step has some five hops of each event
+        stand_in(options.stand_in, options.levels, options.out, rank, passed=5 if options.keep is None else 1)
+    if options.die is not None and rank == int(options.die[0]):
+        die_at(options.die[1])
     if options.loop:
         loop(engine, rank, options.out)
     found = train(engine, rank, options.steps)
-    found |= {"start": start, "loaded": loaded, "neighbours": ranks.ranks_on_this_host()}
+    found |= {"start": start, "loaded": loaded, "at_load": at_load, "neighbours": ranks.ranks_on_this_host()}
     calls = [partial(engine.save_checkpoint, str(folder)) for folder in options.save]
     found["saves"] = [told(call) if options.die is None else call() for call in calls]
-    found["digest"] = harness.digest(harness.read_weights(model) | state_without_padding(engine, model, rank))
+    found["digest"] = digest(engine, model, rank)
     (options.out / f"rank{rank}.json").write_text(json.dumps(found))
     return 0
 

@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size-mb", type=int, default=64, help="MB of a unit that is sent (default 64)")
     parser.add_argument("--rounds", type=int, default=5, help="the fastest of this many counts (default 5)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--no-keep", action="store_true", help="do not keep the rates in the cache of rank 0's user")
     parser.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
     return parser
 
@@ -83,7 +84,7 @@ def measure_links(options: argparse.Namespace, launcher_words: Sequence[str] = (
 
 def _command(options: argparse.Namespace, launcher_words: Sequence[str]) -> list[str]:
     hosts = ["--hostfile", str(options.hostfile)] if options.num_ranks is None else local_options(options.num_ranks)
-    counts = ["--size-mb", str(options.size_mb), "--rounds", str(options.rounds)]
+    counts = ["--size-mb", str(options.size_mb), "--rounds", str(options.rounds), *["--no-keep"] * options.no_keep]
     return [sys.executable, "-m", "deepspeed.launcher.runner", *hosts, *launcher_words, "--module", _WORKER, *counts]
 
 
@@ -119,4 +120,6 @@ def _lines(report: JsonObject, out: Path | None) -> list[str]:
         each = links["one_level_core_s_per_byte"] * 1e9
         shown.append(f"{'of a core, from all ranks at once':36}{each:10.3f} s/GB")
         shown.append(f"{'of a core, for what a rank rounds':36}{links['round_core_s_per_element'] * 1e9:10.3f} s/G elements")
+    if "kept" in report:
+        shown.append(f"kept, for the bound of runs on them, on {hosts[0]}: {report['kept']}")
     return shown + ([f"written: {out}"] if out else [])

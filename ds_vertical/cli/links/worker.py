@@ -24,6 +24,7 @@ from ds_vertical.distributed import ranks
 from ds_vertical.distributed.levels import LevelCollectives
 from ds_vertical.distributed.quantize import Quantizer
 from ds_vertical.distributed.topology import Level, Topology, topology_of
+from ds_vertical.engine.machine_cache import keep_links
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.host import keep_freed_memory
 from ds_vertical.io.runs.this_host import host_id
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher")
     parser.add_argument("--size-mb", type=int, required=True, help="of what is gathered")
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--no-keep", action="store_true")
     options = parser.parse_args(argv)
     ranks.start_distributed()
     keep_freed_memory(_KEPT * options.size_mb << 20)  # as training does: fresh pages would take the cores' time, too
@@ -53,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     links = _links(topology, options.size_mb << 20, options.rounds)
     names = list(dict.fromkeys(host.partition(" ")[0] for host in hosts))
-    _say(RESULT + json.dumps({"links": links, "hosts": names, "ranks_per_host": topology.pair, "device": device_name()}))
+    found = {"links": links, "hosts": names, "ranks_per_host": topology.pair, "device": device_name()}
+    if links and not options.no_keep and ranks.rank() == 0:
+        found |= {"kept": _kept(links, len({*hosts}), topology.pair)}
+    _say(RESULT + json.dumps(found))
     ranks.is_true_on_all_ranks(True)  # nobody leaves before all have measured
     return 0
 
@@ -61,6 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _say(line: str) -> None:
     if ranks.rank() == 0:
         print(f"\n{line}", flush=True)
+
+
+def _kept(links: dict[str, float], num_hosts: int, ranks_per_host: int) -> str:
+    """Where this host's user has the links now, or why they are not kept."""
+    try:
+        return str(keep_links(links, num_hosts, ranks_per_host, device_name()))
+    except ConfigError as error:
+        return f"nowhere: {error}"
 
 
 def _links(topology: Topology, num_bytes: int, rounds: int) -> dict[str, float]:

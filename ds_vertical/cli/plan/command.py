@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -116,7 +117,8 @@ def _planned(options: argparse.Namespace) -> JsonObject:
     whole = _linked(_profile(options), options)
     ranks = options.nodes * options.num_ranks
     levels = options.nodes > 1 and options.num_ranks > 1 and (whole.machine.one_memory or options.assume_levels)
-    network = Network(options.nodes, options.num_ranks, levels, reduces_twice=whole.machine.one_memory)
+    pairs = math.gcd(options.num_ranks, whole.machine.net_pair_ranks or 1)
+    network = Network(options.nodes, options.num_ranks, levels, reduces_twice=whole.machine.one_memory, pair_ranks=pairs)
     machine = replace(whole, machine=whole.machine.shared(options.num_ranks))
     spec, fields = _spec(options)
     task = Task(

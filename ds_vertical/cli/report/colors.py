@@ -12,6 +12,7 @@ RESOURCE_COLORS: Final[dict[str, str]] = {
     "ssd_read": "#009E73",
     "ssd_write": "#D55E00",
     "adam": "#CC79A7",
+    "net_pair": "#5E7F3A",
     "net_local": "#8C9B2F",
     "net_cross": "#7B3FA0",
     "host_cores": "#3C4A75",
@@ -37,8 +38,10 @@ STREAMS: Final[dict[str, tuple[str, str]]] = {
     "HOLD": ("gradients", "olive"),
     "FETCH": ("parameters", "good"),
     "FETCH copy": ("parameters", "good"),
-    **dict.fromkeys(("SPREAD", "SPREAD local", "FETCH local", "FETCH cross"), ("parameters", "good")),
-    **dict.fromkeys(("CROSS", "REDUCE local", "REDUCE cross"), ("gradients", "olive")),
+    **dict.fromkeys(
+        ("SPREAD", "SPREAD pair", "SPREAD local", "FETCH pair", "FETCH local", "FETCH cross"), ("parameters", "good")
+    ),
+    **dict.fromkeys(("CROSS", "REDUCE pair", "REDUCE local", "REDUCE cross"), ("gradients", "olive")),
     "STEP read": ("state", "thread_state_iowait"),
     "STEP write": ("state", "thread_state_uninterruptible"),
     "STEP adam": ("optimizer", "rail_load"),

@@ -41,7 +41,7 @@ _MOVES: Final = {
     **{Op.LOAD: "load", Op.GLOAD: "load gradient", Op.KLOAD: "load kept"},
     **{Op.SAVE: "save", Op.GSAVE: "save gradient", Op.KSAVE: "save kept"},
 }
-_LINKS: Final = {"net_local": "local", "net_cross": "cross"}
+_LINKS: Final = {"net_pair": "pair", "net_local": "local", "net_cross": "cross"}
 _OWN_LINK: Final = {("net_cross", Op.SPREAD), ("net_cross", Op.CROSS)}  # events that are named for what they do there
 _PARAMETERS: Final = re.compile(r".*_param\.tensor\.swp(\.\d+)?")  # with a number where a checkpoint shares the file
 _GRADIENTS: Final = "gradients.swp"

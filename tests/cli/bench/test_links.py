@@ -8,13 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from own_cache import own_cache
 from two_hosts import TwoHosts, launch
 
 from ds_vertical.cli.main import main
+from ds_vertical.engine.machine_cache import kept_links, links_path
 
 
-def test_ranks_of_one_host_have_links_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_of_one_host_have_links_of_their_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are kept for runs of as many ranks."""
     out = tmp_path / "links.json"
+    for name, value in own_cache(tmp_path / "cache").items():
+        monkeypatch.setenv(name, value)
     assert main(["limits", "--links", "--num-ranks", "2", "--size-mb", "8", "--rounds", "3", "--out", str(out)]) == 0
     report = json.loads(out.read_text())
     links = report["links"]
@@ -26,6 +33,10 @@ def test_ranks_of_one_host_have_links_of_their_own(tmp_path: Path, capfd: pytest
     assert 1e-11 < links["round_core_s_per_element"] < 1e-6
     shown = capfd.readouterr().out
     assert "into a rank, from its host's others" in shown and "into a host" not in shown and f"written: {out}" in shown
+    assert f": {links_path(1, 2, 'cpu')}\n" in shown
+    assert kept_links(1, 2, "cpu") == links and kept_links(2, 1, "cpu") is None and kept_links(1, 2, "cuda") is None
+    links_path(1, 2, "cpu").write_text('{"links": {"no such key": 1.0}}')
+    assert kept_links(1, 2, "cpu") is None
 
 
 @pytest.mark.slow
@@ -33,14 +44,14 @@ def test_ranks_of_one_host_have_links_of_their_own(tmp_path: Path, capfd: pytest
 def test_the_link_between_two_hosts_has_the_rate_of_the_interface(tmp_path: Path) -> None:
     with TwoHosts(tmp_path, "500mbit") as hosts:
         launch.write_settings(hosts, 2)
-        words = ["limits", "--links", "--hostfile", launch.HOSTFILE, "--size-mb", "16", "--json"]
+        words = ["limits", "--links", "--hostfile", launch.HOSTFILE, "--size-mb", "16", "--no-keep", "--json"]
         command = [sys.executable, "-m", "ds_vertical.cli.main", *words]
         run = subprocess.run(command, cwd=hosts.shared, env=launch.environment(hosts), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout)
     assert (report["hosts"], report["ranks_per_host"]) == (["nodeA", "nodeB"], 2)
     assert 0.7 * 500e6 / 8 < report["links"]["cross_bytes_per_s"] < 1.02 * 500e6 / 8  # this machine may be busy
-    assert report["links"]["local_bytes_per_s"] > report["links"]["cross_bytes_per_s"]
+    assert report["links"]["local_bytes_per_s"] > report["links"]["cross_bytes_per_s"] and "kept" not in report
 
 
 @pytest.mark.parametrize(
