@@ -129,12 +129,13 @@ def map_blocks_from(num_bytes: int) -> None:
     _set_threshold(_MMAP_THRESHOLD, num_bytes)
 
 
-def keep_freed_memory(num_bytes: int) -> None:
-    """Let this process keep so much of what it frees, and allocate from it: see [Note: freed memory]. Never less than glibc
-    comes to keep by itself, which adapts no more from then on. `trim` gives it back all the same. Nothing changes with another
-    C library than glibc, and of each of the two sizes that the user's environment names."""
-    for parameter, least in _THRESHOLDS.items():
-        _set_threshold(parameter, max(num_bytes, least))
+def keep_freed_memory(num_bytes: int, behind: int = 0) -> None:
+    """Let this process keep blocks so large of what it frees, and so much (or more, `behind`) at the heap's end, and allocate
+    from it: see [Note: freed memory]. Never less than glibc comes to keep by itself, which adapts no more from then on. `trim`
+    gives it back all the same. Nothing changes with another C library than glibc, and of each of the two sizes that the user's
+    environment names."""
+    for parameter, asked in ((_TRIM_THRESHOLD, max(num_bytes, behind)), (_MMAP_THRESHOLD, num_bytes)):
+        _set_threshold(parameter, max(asked, _THRESHOLDS[parameter]))
 
 
 def _set_threshold(parameter: int, num_bytes: int) -> None:

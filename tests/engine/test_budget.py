@@ -424,11 +424,12 @@ import resource, sys
 import torch
 from ds_vertical.io import host
 
-if int(sys.argv[1]):
-    host.keep_freed_memory(int(sys.argv[1]))
+kept, behind = int(sys.argv[1]), int(sys.argv[2])
+if kept:
+    host.keep_freed_memory(kept, behind)
 for _ in range(16):  # a layer's gradients; an aligned block fits into a larger one only, so the heap grows a few times first
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    gradients = [torch.empty(int(count) << 20, dtype=torch.uint8).fill_(1) for count in sys.argv[2:]]
+    gradients = [torch.empty(int(count) << 20, dtype=torch.uint8).fill_(1) for count in sys.argv[3:]]
     del gradients
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -436,21 +437,25 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
 def test_freed_memory_is_used_again_instead_of_mapped_anew() -> None:
-    def faults(kept_bytes: int, *mib: int) -> int:
-        command = [sys.executable, "-c", FAULTS, *map(str, (kept_bytes, *mib))]
+    def faults(kept_bytes: int, *mib: int, behind: int = 0) -> int:
+        command = [sys.executable, "-c", FAULTS, *map(str, (kept_bytes, behind, *mib))]
         return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout)
 
     pages = (48 << 20) // mmap.PAGESIZE
     assert faults(128 << 20, 48, 16, 4, 12, 16) < pages // 10
     assert faults(0, 48) >= pages  # glibc by itself maps what is larger than 32 MiB anew each time
     assert faults(1, 24) < pages // 20  # however little was asked for, not less than glibc keeps by itself
+    many = [24] * 8
+    assert faults(1, *many) > 2 * pages  # at the heap's end glibc keeps less than these
+    assert faults(1, *many, behind=256 << 20) < pages // 10
+    assert faults(1, 48, behind=256 << 20) >= pages  # larger pieces are mapped anew all the same
 
 
 def test_an_engine_keeps_what_backward_frees_once_its_own_memory_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[int] = []
-    monkeypatch.setattr(host, "keep_freed_memory", kept.append)
+    monkeypatch.setattr(host, "keep_freed_memory", lambda num_bytes, *_: kept.append(num_bytes))
     config = small_buffers(base_config(tmp_path, dtype="fp32"))
     with running(config, MixerModel, vertical=True) as (engine, model):
         assert kept == [0]  # in place of what `prepare` has set
