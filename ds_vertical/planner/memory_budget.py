@@ -80,9 +80,7 @@ def num_slots(num_pieces: int, overlap: bool) -> int:
 def slots_ahead(num_pieces: int, slot_bytes: float, room: float, most_bytes: float | None = None) -> int:
     """Slots for state that is read ahead of the norm: for all pieces, as far as a part of the `room` that all else leaves holds
     them. `most_bytes`: that they may take, None: any number."""
-    held = USED_BY_READING * max(0.0, room)
-    if most_bytes is not None:
-        held = min(held, most_bytes)
+    held = min(USED_BY_READING * max(0.0, room), math.inf if most_bytes is None else most_bytes)
     return num_pieces if held >= num_pieces * slot_bytes else int(held // slot_bytes)
 
 
@@ -148,9 +146,10 @@ def norm_copy(largest_parameter: int, one_memory: bool) -> BudgetItem:
 
 
 def kept_bytes(shape: ModelShape, terms: BudgetTerms) -> tuple[int, int]:
-    """How large pieces may be that the C library keeps when they are freed, and how much it keeps behind the last in use."""
+    """How large pieces may be that the C library keeps when they are freed, and how much it keeps behind the last in use. Twice
+    what a layer's backward frees: with just that, the heap's end would go back each time, and be mapped anew."""
     pieces = backward_bytes(shape, terms) if terms.keeps_freed else shape.freed.of_layers
-    return pieces, pieces if terms.keeps_freed else pieces + _paired_bytes(shape, terms)
+    return pieces, 2 * max(pieces, shape.freed.of_layers + _paired_bytes(shape, terms))
 
 
 def scaled_gradient(largest_chunk: int, certain: bool) -> BudgetItem:
