@@ -424,12 +424,11 @@ import resource, sys
 import torch
 from ds_vertical.io import host
 
-kept, behind = int(sys.argv[1]), int(sys.argv[2])
-if kept:
-    host.keep_freed_memory(kept, behind)
+if int(sys.argv[1]):
+    host.keep_freed_memory(int(sys.argv[1]))
 for _ in range(16):  # a layer's gradients; an aligned block fits into a larger one only, so the heap grows a few times first
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    gradients = [torch.empty(int(count) << 20, dtype=torch.uint8).fill_(1) for count in sys.argv[3:]]
+    gradients = [torch.empty(int(count) << 20, dtype=torch.uint8).fill_(1) for count in sys.argv[2:]]
     del gradients
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -437,18 +436,45 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
 def test_freed_memory_is_used_again_instead_of_mapped_anew() -> None:
-    def faults(kept_bytes: int, *mib: int, behind: int = 0) -> int:
-        command = [sys.executable, "-c", FAULTS, *map(str, (kept_bytes, behind, *mib))]
+    def faults(kept_bytes: int, *mib: int) -> int:
+        command = [sys.executable, "-c", FAULTS, *map(str, (kept_bytes, *mib))]
         return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout)
 
     pages = (48 << 20) // mmap.PAGESIZE
     assert faults(128 << 20, 48, 16, 4, 12, 16) < pages // 10
     assert faults(0, 48) >= pages  # glibc by itself maps what is larger than 32 MiB anew each time
     assert faults(1, 24) < pages // 20  # however little was asked for, not less than glibc keeps by itself
-    many = [24] * 8
-    assert faults(1, *many) > 2 * pages  # at the heap's end glibc keeps less than these
-    assert faults(1, *many, behind=256 << 20) < pages // 10
-    assert faults(1, 48, behind=256 << 20) >= pages  # larger pieces are mapped anew all the same
+
+
+END = """
+import ctypes, resource, sys
+from ds_vertical.io import host
+
+host.keep_freed_memory(1, int(sys.argv[1]))
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+sizes = [int(count) << 20 for count in sys.argv[2:]]
+for _ in range(8):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [libc.malloc(size) for size in sizes]
+    for block, size in zip(blocks, sizes):
+        ctypes.memset(block, 1, size)
+    for block in blocks:
+        libc.free(block)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
+def test_more_is_kept_at_the_heaps_end_than_a_piece_may_have() -> None:
+    def faults(behind: int, *mib: int) -> int:
+        command = [sys.executable, "-c", END, *map(str, (behind, *mib))]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout)
+
+    many, pages = [24] * 8, (8 * 24 << 20) // mmap.PAGESIZE
+    assert faults(0, *many) > pages // 2  # by itself glibc keeps less than these
+    assert faults(256 << 20, *many) < pages // 10
+    assert faults(256 << 20, 48) >= (48 << 20) // mmap.PAGESIZE  # a larger piece is mapped anew all the same
 
 
 def test_an_engine_keeps_what_backward_frees_once_its_own_memory_is_there(
