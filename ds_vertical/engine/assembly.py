@@ -57,9 +57,9 @@ class HostBudget:
     pieces are kept that a backward frees, for the next one; `kept_behind`: so much free memory behind the last piece in
     use. `left`: for activations, whose use `planner` chooses as far as the JSON leaves it open (None: it does not), and for
     that state. `pairs`: whether there is room for a layer's gradients that wait for the next micro-batch's; `keeps_freed`:
-    whether there is to keep what any backward frees. `is_short`: whether so little is left of what the user has written
-    that freed memory goes back to the system within each step. `on_device`: what has been counted of a device with memory
-    of its own.
+    whether there is to keep what any backward frees. `is_short`: whether freed memory goes back to the system within each
+    step, since there is no room to keep it, or little is left of what the user has written. `on_device`: what has been
+    counted of a device with memory of its own.
     """
 
     needed: int
