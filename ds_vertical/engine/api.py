@@ -51,7 +51,8 @@ from ds_vertical.io.host import MAPPED_AHEAD, keep_cores_for_this_thread, keep_f
 from ds_vertical.io.runs import run_dir, stripes
 from ds_vertical.model.compiled_blocks import refuse_compiled_around
 from ds_vertical.model.layers import LayerMap, check_trainable, map_layers
-from ds_vertical.planner.memory_budget import SPARE_SHARE, device_items, kept_bytes
+from ds_vertical.planner import memory_budget
+from ds_vertical.planner.memory_budget import SPARE_SHARE, kept_bytes
 from ds_vertical.types import OFFLOAD_DEVICES, RunSettings, Tier
 
 _HALF_BYTES: Final = 2
@@ -352,11 +353,11 @@ def _budget_of(forecast: Forecast, host_bytes: int, left: int, planner: KeepPlan
     """What the engine hears of the budget. `host_bytes`, `left`: as `check_memory` has found them. `is_limited`: whether the
     user has written how much host memory there is."""
     shape, terms = forecast.shape, forecast.terms
-    kept = kept_bytes(shape, terms) if accelerator.is_one_memory() else 0
-    counted = device_items(shape, terms, forecast.further(0))
+    kept, behind = kept_bytes(shape, terms) if accelerator.is_one_memory() else (0, 0)
+    counted = tuple(item for item in memory_budget.budget(shape, terms, forecast.further(0)) if item.tier is Tier.DEVICE)
     needed, room = host_bytes + read_ahead_bytes(forecast), left - read_ahead_bytes(forecast)
-    is_short = is_limited and room < kept + SPARE_SHARE * needed
-    return HostBudget(needed, kept, left, planner, forecast.pairs, forecast.keeps_freed, is_short, counted)
+    is_short = not forecast.keeps_freed or (is_limited and room < kept + SPARE_SHARE * needed)
+    return HostBudget(needed, kept, left, behind, planner, forecast.pairs, forecast.keeps_freed, is_short, counted)
 
 
 def _start_ranks(resolved: RunSettings, config: DeepSpeedJson) -> ElasticCounts | None:

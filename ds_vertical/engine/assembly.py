@@ -53,17 +53,19 @@ from ds_vertical.types import HOLDING, PRE, SUF, ActivationSettings, RunSettings
 class HostBudget:
     """Bytes of this rank's host memory, as the memory check has counted them before the engine is built.
 
-    `needed`: in all, without activations, with what state that is read before the norm may come to. `kept`: of what one layer's
-    backward frees, kept for the next one's. `left`: for activations, whose use `planner` chooses as far as the JSON leaves it
-    open (None: it does not), and for that state. `pairs`: whether there is room for a layer's gradients that wait for the next
-    micro-batch's; `keeps_freed`: whether there is to keep what any backward frees. `is_short`: whether so little is left of
-    what the user has written that freed memory goes back to the system within each step. `on_device`: what has been counted of
-    a device with memory of its own.
+    `needed`: in all, without activations, with what state that is read before the norm may come to. `kept`: how large
+    pieces are kept that a backward frees, for the next one; `kept_behind`: so much free memory behind the last piece in
+    use. `left`: for activations, whose use `planner` chooses as far as the JSON leaves it open (None: it does not), and for
+    that state. `pairs`: whether there is room for a layer's gradients that wait for the next micro-batch's; `keeps_freed`:
+    whether there is to keep what any backward frees. `is_short`: whether freed memory goes back to the system within each
+    step, since there is no room to keep it, or little is left of what the user has written. `on_device`: what has been
+    counted of a device with memory of its own.
     """
 
     needed: int
     kept: int
     left: int
+    kept_behind: int = 0
     planner: KeepPlanner | None = None
     pairs: bool = True
     keeps_freed: bool = True
@@ -240,7 +242,7 @@ class Assembly:
             pairs=budget.pairs and one_memory and self.vertical.order == "vertical",  # otherwise layers take turns
         )
         if one_memory and not budget.keeps_freed:
-            store.trims_above = budget.kept
+            store.trims_above, store.arrivals.alone = budget.kept, self.layers.num_layers - 1
         return store
 
     def open_activations(self, folder: Path | None, host_limit: int) -> ActivationStore | None:

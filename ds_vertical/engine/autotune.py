@@ -14,6 +14,11 @@ batch, when the state has its place.
 [Note: nothing left to step early] Where a share leaves nothing on SSD, all steps wait for the norm. With `optimizer_delay` 0
 none of them is left to the next forward, beside which they would run, so that the whole step would run by itself. A 0 that the
 JSON has is kept, and some state stays on SSD; one that was chosen is dropped.
+
+[Note: less waits] What is stepped in the next forward has a gradient that waits, 4 bytes a parameter. On SSD it would be
+written and read once more, a quarter of what its step moves. Beside a device the forward may take long enough to hide that.
+Where the device is the host, the same cores compute and step. So there the share that is delayed shrinks until what waits fits
+into host memory, beside gradients in pairs and freed memory that is kept, which save the cores more time.
 """
 
 from __future__ import annotations
@@ -45,6 +50,7 @@ _MOST_TOKENS: Final = 2048  # of a sequence, where the model's configuration all
 _DTYPES: Final = {2: "bf16", 4: "fp32"}
 _DELAYS: Final = DELAYS[::2]
 _SHARES: Final = 16  # of the waiting gradients, and of the copies, tried from all to none
+_DELAY_STEPS: Final = 5  # shares of the fixed rule's delay that are tried, from all to none
 _STATE_KEY: Final = "optimizer_host_share"
 _IMPORTED_BYTES: Final = 32 << 20  # at most: what choices leave of the room
 
@@ -96,6 +102,31 @@ def late_copies(section: VerticalConfig, resolved: RunSettings, timing: StepTimi
         f"warning: {SECTION}.levels.copy_on_device: got true, and {causes} left to the next forward; such a unit has no"
         f" standing copy and crosses the link there; write {advice}"
     ]
+
+
+def choose_delay(
+    section: VerticalConfig, resolved: RunSettings, forecast_of: Callable[[RunSettings], Forecast], room: Room
+) -> RunSettings:
+    """`resolved` with a smaller `optimizer_delay` than the fixed rule's, where host memory has no room for all that waits by
+    that, and the JSON leaves both the delay and where gradients wait null. See [Note: less waits]. Collective."""
+    forecast = forecast_of(resolved)
+    written = section.optimizer_delay is not None or section.gradient_host_share is not None
+    if written or resolved.keep_gradients or not (forecast.terms.one_memory and forecast.timing.final):
+        return resolved
+
+    def needed(delay: float) -> int:
+        other = forecast_of(replace(resolved, optimizer_delay=delay))
+        items = memory_budget.budget(other.shape, replace(other.terms, keeps_freed=True), other.further(room[1]))
+        return memory_budget.total_bytes(items, Tier.HOST)
+
+    rule = forecast.timing.delay
+    fitting = (delay for share in _shares(_DELAY_STEPS) if needed(delay := share * rule) <= room[0])
+    delay = min(ranks.all_gathered(next(fitting, 0.0)))
+    if delay == rule:
+        return resolved
+    reason = f"null: {delay:g}, host memory holds no more gradients that wait for the next forward"
+    reasons = MappingProxyType({**resolved.reasons, "optimizer_delay": reason})
+    return replace(resolved, optimizer_delay=delay, reasons=reasons)
 
 
 def choose_gradient_tier(
@@ -193,7 +224,8 @@ def choose_all(
     the room: what they import is the process's by the time of the memory check, which would refuse them. Collective."""
     allowed, baseline = room
     room = allowed - min(_IMPORTED_BYTES, allowed // 100), baseline
-    resolved = choose_gradient_tier(section, choose_copy_share(resolved, forecast_of, room), forecast_of, room)
+    resolved = choose_delay(section, choose_copy_share(resolved, forecast_of, room), forecast_of, room)
+    resolved = choose_gradient_tier(section, resolved, forecast_of, room)
     resolved = choose_timing(section, resolved, forecast_of(resolved).paired(room), model, report, room)
     return choose_state_share(section, resolved, forecast_of, room)
 
@@ -244,7 +276,8 @@ def choose_timing(
         return resolved
     window, delay, reason = planned
     values = {"prefetch_layers": window, "optimizer_delay": delay}
-    reasons = MappingProxyType({**resolved.reasons, **{key: f"null: {reason}" for key in free if values[key] is not None}})
+    told = [key for key in free if values[key] is not None and (key != "optimizer_delay" or delay != resolved.optimizer_delay)]
+    reasons = MappingProxyType({**resolved.reasons, **{key: f"null: {reason}" for key in told}})
     return replace(resolved, **{key: values[key] for key in free}, reasons=reasons)
 
 

@@ -410,7 +410,7 @@ class VerticalLoop(TrainLoop):
             compat_engine.conclude_step(self.engine, self.scheduler_steps)
             self.engine.micro_steps += self._counts.num_calls - 1
             if self._parts.budget.kept:  # not before the first step has allocated what stays
-                host.keep_freed_memory(self._parts.budget.kept)
+                host.keep_freed_memory(self._parts.budget.kept, self._parts.budget.kept_behind)
             rate, every = self._parts.optimizer.timing.hit_rate, self.engine.steps_per_print()
             if rate is not None and every and self.engine.global_steps % every == 0:  # None: DeepSpeed prints no steps either
                 _log(f"step {self.engine.global_steps}: {rate:.0%} of the steps tried early came true")

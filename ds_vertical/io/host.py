@@ -16,7 +16,8 @@ addresses without pages. A block goes there however large it is, takes pages, an
 one may lie elsewhere. So no block of 4 MiB or more lies in the heap while the model is built. And where a run may take little
 more memory than it needs, `trim` gives the pages of all holes back at a few places of each step. Where the budget has no room
 to keep what the largest gradients free (those of embedding and head, as a rule), `trim` also follows each backward that makes
-them.
+them. In between nothing is to go back: glibc gives all of the heap's free end back with the free that makes it as large as a
+threshold, so that must be more than all that a layer's backward frees.
 
 [Note: one team] torch computes on a team of OpenMP threads per calling thread. Where more of them exist in a process than
 there are cores, whether they work or not, the runtime lets them sleep between any two operations instead of waiting awake, and
@@ -129,12 +130,13 @@ def map_blocks_from(num_bytes: int) -> None:
     _set_threshold(_MMAP_THRESHOLD, num_bytes)
 
 
-def keep_freed_memory(num_bytes: int) -> None:
-    """Let this process keep so much of what it frees, and allocate from it: see [Note: freed memory]. Never less than glibc
-    comes to keep by itself, which adapts no more from then on. `trim` gives it back all the same. Nothing changes with another
-    C library than glibc, and of each of the two sizes that the user's environment names."""
-    for parameter, least in _THRESHOLDS.items():
-        _set_threshold(parameter, max(num_bytes, least))
+def keep_freed_memory(num_bytes: int, behind: int = 0) -> None:
+    """Let this process keep blocks so large of what it frees, and so much (or more, `behind`) at the heap's end, and allocate
+    from it: see [Note: freed memory]. Never less than glibc comes to keep by itself, which adapts no more from then on. `trim`
+    gives it back all the same. Nothing changes with another C library than glibc, and of each of the two sizes that the user's
+    environment names."""
+    for parameter, asked in ((_TRIM_THRESHOLD, max(num_bytes, behind)), (_MMAP_THRESHOLD, num_bytes)):
+        _set_threshold(parameter, max(asked, _THRESHOLDS[parameter]))
 
 
 def _set_threshold(parameter: int, num_bytes: int) -> None:

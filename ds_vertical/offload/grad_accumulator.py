@@ -265,19 +265,19 @@ class UnitGradients:
 
 
 class Arrivals:
-    """Which unit's gradients wait for those of the next micro-batch, with `pairs`: see [Note: gradients in pairs]. `expected`:
-    micro-batches of the step, None where that is not known."""
+    """Which unit's gradients wait for those of the next micro-batch, with `pairs`: see [Note: gradients in pairs]. `alone`: a
+    layer whose never do. `expected`: micro-batches of the step, None where that is not known."""
 
     def __init__(self, pairs: bool) -> None:
         self.pairs = pairs
+        self.alone: Unit | None = None
         self.expected: int | None = None
         self._paired: Unit | None = None
         self._num_added: dict[Unit, int] = {}  # micro-batches, since the unit's last REDUCE
 
-    @property
-    def are_paired(self) -> bool:
-        """Whether gradients of layers wait in this step."""
-        return self.pairs and self.expected != 1
+    def are_paired(self, unit: Unit) -> bool:
+        """Whether gradients of a layer wait in this step."""
+        return self.pairs and unit != self.alone and self.expected != 1
 
     def note(self, unit: Unit) -> None:
         """All of a micro-batch's gradients of the unit have come."""
@@ -290,7 +290,7 @@ class Arrivals:
     def waits(self, unit: Unit) -> tuple[Unit | None, bool]:
         """Whether gradients of the unit that come now wait; and another unit, whose gradients no longer do."""
         last = self.expected is not None and self._num_added.get(unit, 0) + 1 >= self.expected
-        if not self.pairs or not isinstance(unit, int) or last:
+        if not self.are_paired(unit) or not isinstance(unit, int) or last:
             return None, False
         before, self._paired = self._paired, unit
         return (before if before != unit else None), True
@@ -327,7 +327,7 @@ class GradientStore(UnitGradients):
         self._dtype = dtype
         self._begin = begin
         self._joined = place.joined
-        self._arrivals = Arrivals(pairs)
+        self.arrivals = Arrivals(pairs)
         self._on_host = torch.device(place.device).type == "cpu"
         self._sums: dict[Unit, UnitSums] = {}
         self._one_by_one, self._late = True, False  # whether gradients are added as they are made; never more: see the note
@@ -348,15 +348,15 @@ class GradientStore(UnitGradients):
 
     def expect(self, num_micro_batches: int, num_calls: int = 1) -> None:
         """A step of so many micro-batches begins, each of which calls the model so often."""
-        self._arrivals.expected, self._one_by_one = num_micro_batches, num_calls == 1
+        self.arrivals.expected, self._one_by_one = num_micro_batches, num_calls == 1
 
     @contextlib.contextmanager
     def adding(self, unit: Unit) -> Iterator[None]:
         """Within the block a layer's backward runs, once, and gradients are added as they are made; `add` follows with the
         rest. Raises GradientMissed where the step has to start over: see [Note: as they are made]."""
-        if unit in self._sums and not self._arrivals.pairs:
+        if not (paired := self.arrivals.are_paired(unit)) and unit in self._sums:
             self._sums[unit].settle()  # the first gradients: ahead of the next ones
-        behind = self._late or self._arrivals.are_paired or self._facts.is_watched(unit)
+        behind = self._late or paired or self._facts.is_watched(unit)
         if behind or not self._one_by_one:
             yield
             return
@@ -380,7 +380,7 @@ class GradientStore(UnitGradients):
             sizes = (self._facts.numel(param) * param.element_size() for param in self._units[unit])
             if sum(size for size, has in zip(sizes, moved, strict=True) if has) > self.trims_above:
                 host.trim()
-        self._arrivals.note(unit)
+        self.arrivals.note(unit)
 
     def _add(self, unit: Unit, index: int, made: bool = False) -> bool:
         """Move one parameter's gradient, which autograd has `made` just now. False where there is none, and for one that is to
@@ -402,7 +402,7 @@ class GradientStore(UnitGradients):
         if sums is not None and sums.is_waiting(index):
             return False
         is_first = not self._joined and (sums is None or sums.is_empty(index))  # see [Note: no sum yet]
-        paired, waits = self._arrivals.waits(unit)
+        paired, waits = self.arrivals.waits(unit)
         if paired in self._sums:
             self._sums[paired].settle()
         return waits or is_first
@@ -442,7 +442,7 @@ class GradientStore(UnitGradients):
     def give_away(self, unit: Unit) -> None:
         """Forget the unit's sums: their memory is the caller's now, which may put it back into `reserve`."""
         self._sums.pop(unit, None)
-        self._arrivals.forget(unit)
+        self.arrivals.forget(unit)
         if made := self._made.pop(unit, None):
             made.end()
 

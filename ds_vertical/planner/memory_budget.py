@@ -80,9 +80,7 @@ def num_slots(num_pieces: int, overlap: bool) -> int:
 def slots_ahead(num_pieces: int, slot_bytes: float, room: float, most_bytes: float | None = None) -> int:
     """Slots for state that is read ahead of the norm: for all pieces, as far as a part of the `room` that all else leaves holds
     them. `most_bytes`: that they may take, None: any number."""
-    held = USED_BY_READING * max(0.0, room)
-    if most_bytes is not None:
-        held = min(held, most_bytes)
+    held = min(USED_BY_READING * max(0.0, room), math.inf if most_bytes is None else most_bytes)
     return num_pieces if held >= num_pieces * slot_bytes else int(held // slot_bytes)
 
 
@@ -96,7 +94,8 @@ class BudgetTerms:
     `waiting_share`). `gradient_layers`: layers whose gradients are under way otherwise: as many as are stepped or written to
     SSD at a time, and one more. `pairs`: whether a layer's gradients wait for those of the next micro-batch, where device and
     host are one memory: in layer-major order, and where there is room. `keeps_freed`: whether, where they are, the C library
-    keeps what any backward frees; else pieces that are larger than all that a layer's backward frees go back to the kernel.
+    keeps what any backward frees; else pieces that are larger than all that a layer's backward frees go back to the kernel, and
+    the last layer's gradients, which would wait while the suffix's are made, do not wait.
     `shares_state`: of the state that goes to SSD otherwise, a share that was chosen rests in host memory.
     """
 
@@ -114,12 +113,13 @@ class BudgetTerms:
 
 SPARE_SHARE: Final = 0.1  # of what a run needs: with less room beyond it freed memory goes back within each step
 LEAN: Final = {"pairs": False, "keeps_freed": False}  # of `BudgetTerms`: what a run gives up before it is refused
+_GIVEN_UP: Final = ({}, {"keeps_freed": False}, {"pairs": False}, LEAN)  # in turn; adding in pairs saves most time
 
 
 def with_room(terms: BudgetTerms, fits: Callable[[BudgetTerms], bool], trims: bool = True) -> BudgetTerms:
-    """`terms`, which have both `pairs` and `keeps_freed`, or the second, or neither, as memory has room. `trims`: whether the C
+    """`terms`, which have both `pairs` and `keeps_freed`, or one of them, or none, as memory has room. `trims`: whether the C
     library gives freed memory back when it is told to; where it does not, it keeps what any backward frees."""
-    tried = [terms, dataclasses.replace(terms, pairs=False), *([dataclasses.replace(terms, **LEAN)] if trims else [])]
+    tried = [dataclasses.replace(terms, **less) for less in _GIVEN_UP if trims or "keeps_freed" not in less]
     return next((each for each in tried if fits(each)), tried[-1])
 
 
@@ -145,14 +145,11 @@ def norm_copy(largest_parameter: int, one_memory: bool) -> BudgetItem:
     return BudgetItem(Tier.HOST, "fp64 copy for a norm", num_bytes, "(largest parameter)")
 
 
-def kept_freed_bytes(shape: ModelShape, terms: BudgetTerms) -> int:
-    """What the C library keeps of what a backward frees, for pieces of other sizes; nothing on a device."""
-    return 0 if not terms.one_memory else shape.freed.most if terms.keeps_freed else shape.freed.of_layers
-
-
-def kept_bytes(shape: ModelShape, terms: BudgetTerms) -> int:
-    """How large pieces may be that the C library keeps when they are freed."""
-    return backward_bytes(shape, terms) if terms.keeps_freed else shape.freed.of_layers
+def kept_bytes(shape: ModelShape, terms: BudgetTerms) -> tuple[int, int]:
+    """How large pieces may be that the C library keeps when they are freed, and how much it keeps behind the last in use. Twice
+    what a layer's backward frees: with just that, the heap's end would go back each time, and be mapped anew."""
+    pieces = backward_bytes(shape, terms) if terms.keeps_freed else shape.freed.of_layers
+    return pieces, 2 * max(pieces, shape.freed.of_layers + _paired_bytes(shape, terms))
 
 
 def scaled_gradient(largest_chunk: int, certain: bool) -> BudgetItem:
@@ -249,11 +246,6 @@ def budget(shape: ModelShape, terms: BudgetTerms, further: tuple[BudgetItem, ...
     return tuple(sorted((item for item in items if item.num_bytes), key=lambda item: (item.tier, -item.num_bytes)))
 
 
-def device_items(shape: ModelShape, terms: BudgetTerms, further: tuple[BudgetItem, ...] = ()) -> tuple[BudgetItem, ...]:
-    """What is needed of a device with memory of its own, largest first; nothing where there is one memory."""
-    return tuple(item for item in budget(shape, terms, further) if item.tier is Tier.DEVICE)
-
-
 def total_bytes(items: tuple[BudgetItem, ...], tier: Tier) -> int:
     """The sum of a tier's items."""
     return sum(item.num_bytes for item in items if item.tier == tier)
@@ -303,7 +295,8 @@ def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     kept = terms.num_micro_batches * shape.num_layers * shape.activation_bytes
     kept *= shape.placement.share(TensorKind.ACTIVATIONS, Tier.HOST)
     yield _item(Tier.HOST, "activations", kept, "gradient_accumulation_steps")
-    yield _item(Tier.HOST, "freed memory that is kept", kept_freed_bytes(shape, terms), "train_micro_batch_size_per_gpu")
+    kept = terms.one_memory * (shape.freed.most if terms.keeps_freed else shape.freed.of_layers)  # for pieces of other sizes
+    yield _item(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu")
     yield from _kept(shape, terms, Tier.HOST)
     yield from _levels(shape)
 
@@ -376,9 +369,15 @@ def _kept(shape: ModelShape, terms: BudgetTerms, tier: Tier) -> Iterator[BudgetI
 
 def backward_bytes(shape: ModelShape, terms: BudgetTerms) -> int:
     """What one layer's backward needs for one micro-batch; on the host, where gradients wait for the next micro-batch's, all of
-    the layer's are there at a time, and those that wait: see [Note: gradients in pairs] in `grad_accumulator`."""
+    the layer's are there at a time, and those that wait: see [Note: gradients in pairs] in `grad_accumulator`. Where freed
+    memory goes back, none wait while gradients are made outside the layers."""
+    paired = _paired_bytes(shape, terms)
+    return max(shape.working_bytes, (shape.working_bytes if terms.keeps_freed else shape.freed.in_layers) + paired)
+
+
+def _paired_bytes(shape: ModelShape, terms: BudgetTerms) -> int:
     waits = terms.one_memory and terms.pairs and terms.num_micro_batches > 1
-    return shape.working_bytes + waits * 2 * max(shape.unit_gradients[1:]) * shape.param_bytes
+    return waits * 2 * max(shape.unit_gradients[1:]) * shape.param_bytes
 
 
 def _largest_piece(shape: ModelShape) -> float:

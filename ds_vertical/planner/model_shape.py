@@ -39,10 +39,12 @@ class SmallTensors:
 
 @dataclass(frozen=True)
 class FreedBytes:
-    """What a backward makes and frees again: the most of any unit's, and of a layer's."""
+    """What a backward makes and frees again: the most of any unit's, and of a layer's. `in_layers`: the latter, with what
+    autograd keeps of the layer's forward, as far as that is known."""
 
     most: int = 0
     of_layers: int = 0
+    in_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -431,17 +433,17 @@ def kernel_copy_bytes(largest_trained: int, largest: int, param_bytes: int) -> i
 
 
 def _freed(spec: ModelSpec, division: Division) -> FreedBytes:
-    """What a backward needs besides parameters, sums and what autograd keeps: gradients that have been made and not added yet,
-    of a layer the small ones and a large one, of the code ahead of the layers all, or behind them; and a kernel's own copy."""
-    param_bytes, largest = DTYPE_BYTES[spec.dtype], spec.largest_parameter
-    outside, *layers = spec.gradients(division.blocks_per_layer) or (spec.pre_elements, *spec.layers(division.blocks_per_layer))
+    """What a backward needs besides parameters and sums: gradients that have been made and not added yet, of a layer the small
+    ones and a large one, of the code ahead of the layers all, or behind them; and a kernel's own copy."""
+    param_bytes, largest, blocks = DTYPE_BYTES[spec.dtype], spec.largest_parameter, division.blocks_per_layer
+    outside, *layers = spec.gradients(blocks) or (spec.pre_elements, *spec.layers(blocks))
     suf = spec.suf.gradients if spec.suf is not None and (division.apart or spec.ends_in_turn) else 0
     trained, in_block = min(largest, max(outside, *layers)), max(spec.block_sizes, default=largest)
     made = max(_made_at_once(spec, division, max(layers)), outside - suf, suf)
     most = param_bytes * made + kernel_copy_bytes(trained, largest, param_bytes)
     made = _made_at_once(replace(spec, largest_parameter=in_block), division, max(layers))
     of_layers = param_bytes * made + kernel_copy_bytes(min(in_block, max(layers)), in_block, param_bytes)
-    return FreedBytes(most, min(of_layers, most))
+    return FreedBytes(most, min(of_layers, most), of_layers + blocks * division.sequences * spec.block_saved_bytes)
 
 
 def _made_at_once(spec: ModelSpec, division: Division, most: int) -> int:

@@ -446,11 +446,42 @@ def test_freed_memory_is_used_again_instead_of_mapped_anew() -> None:
     assert faults(1, 24) < pages // 20  # however little was asked for, not less than glibc keeps by itself
 
 
+END = """
+import ctypes, resource, sys
+from ds_vertical.io import host
+
+host.keep_freed_memory(1, int(sys.argv[1]))
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+sizes = [int(count) << 20 for count in sys.argv[2:]]
+for _ in range(8):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [libc.malloc(size) for size in sizes]
+    for block, size in zip(blocks, sizes):
+        ctypes.memset(block, 1, size)
+    for block in blocks:
+        libc.free(block)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
+def test_more_is_kept_at_the_heaps_end_than_a_piece_may_have() -> None:
+    def faults(behind: int, *mib: int) -> int:
+        command = [sys.executable, "-c", END, *map(str, (behind, *mib))]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout)
+
+    many, pages = [24] * 8, (8 * 24 << 20) // mmap.PAGESIZE
+    assert faults(0, *many) > pages // 2  # by itself glibc keeps less than these
+    assert faults(256 << 20, *many) < pages // 10
+    assert faults(256 << 20, 48) >= (48 << 20) // mmap.PAGESIZE  # a larger piece is mapped anew all the same
+
+
 def test_an_engine_keeps_what_backward_frees_once_its_own_memory_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[int] = []
-    monkeypatch.setattr(host, "keep_freed_memory", kept.append)
+    monkeypatch.setattr(host, "keep_freed_memory", lambda num_bytes, *_: kept.append(num_bytes))
     config = small_buffers(base_config(tmp_path, dtype="fp32"))
     with running(config, MixerModel, vertical=True) as (engine, model):
         assert kept == [0]  # in place of what `prepare` has set

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -234,6 +235,67 @@ def test_gradients_wait_in_host_memory_as_far_as_it_holds_them(tmp_path: Path) -
     assert chosen(1, resolved=replace(resolved, keep_gradients=True)) == 1.0
     full = autotune.choose_all(section, resolved, forecast_of, network, None, (needed(1.0), 7))
     assert 0 < needed(full.gradient_host_share) < needed(1.0), "what the choices import has no room beside them"
+
+
+def test_less_of_a_step_is_left_to_the_next_forward_where_host_memory_does_not_hold_what_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the budget's own formulas: to the byte, beside gradients in pairs and freed memory that is kept, down to none."""
+    from ds_vertical.config.resolve import resolve
+    from ds_vertical.config.section import load_section
+    from ds_vertical.engine.autotune import choose_delay
+    from ds_vertical.engine.memory_check import Forecast, groups_of
+    from ds_vertical.model.layers import map_layers
+    from ds_vertical.planner import memory_budget
+
+    start_process_group()
+    network = long_model()
+
+    def chosen(allowed: int, clip: float = 0.0, **section: Any) -> tuple[float | None, float]:
+        made = config(tmp_path, clip, **section)
+        loaded = load_section(made)
+        assert loaded is not None
+        resolved = choose_delay(loaded, resolve(loaded), partial(forecast_of, made), (allowed, 7))
+        return resolved.optimizer_delay, forecast_of(made, resolved).timing.delay
+
+    def forecast_of(made: dict[str, Any], resolved: Any) -> Forecast:
+        return Forecast(map_layers(network, None), groups_of(network, None, None), made, resolved)
+
+    def needed(delay: float) -> int:
+        made = config(tmp_path)
+        loaded = load_section(made)
+        assert loaded is not None
+        forecast = forecast_of(made, replace(resolve(loaded), optimizer_delay=delay))
+        assert (forecast.terms.pairs, forecast.terms.keeps_freed) == (True, True)
+        return memory_budget.total_bytes(memory_budget.budget(forecast.shape, forecast.terms, forecast.further(7)), "host")
+
+    assert chosen(needed(0.25)) == (None, 0.25), "the rule"
+    tried = {delay: needed(delay) for delay in (0.25, 0.2, 0.15, 0.1, 0.05, 0.0)}
+    found = set()
+    for allowed in (count - 1 for count in tried.values()):
+        expected = max((delay for delay, count in tried.items() if count <= allowed), default=0.0)
+        assert chosen(allowed)[1] == pytest.approx(expected)
+        found.add(expected)
+    assert {0.0} < found
+    assert chosen(1)[0] == 0.0
+    assert chosen(1, clip=1.0) == (None, 0.25), "with clipping all gradients may wait"
+    assert chosen(1, optimizer_delay=0.25)[1] == 0.25
+    assert chosen(1, gradient_host_share=0.5) == (None, 0.25)
+    assert chosen(1, keep_gradients=True) == (None, 0.25)
+    monkeypatch.setattr(Forecast, "terms", property(lambda _: memory_budget.BudgetTerms(4)))
+    assert chosen(1) == (None, 0.25), "beside a device"
+
+
+def test_a_run_that_memory_holds_narrowly_lets_no_gradients_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_rule: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import ds_vertical.engine.api
+
+    monkeypatch.setattr(ds_vertical.engine.api, "host_room", lambda *_: (1, 7))
+    with running(config(tmp_path), model, vertical=True) as (engine, _):
+        assert (engine.optimizer.timing.delay, engine.vertical.gradient_host_share) == (0.0, 1.0)
+    assert "optimizer_delay = 0.0 (null: 0, host memory holds no more gradients that wait" in capfd.readouterr().out
+    assert_identical(train(config(tmp_path)), by_rule)
 
 
 def test_a_node_keeps_as_many_copies_as_host_memory_holds(tmp_path: Path) -> None:

@@ -377,7 +377,7 @@ def test_an_engine_has_the_compiled_joints_and_sums_in_pairs_where_layers_do_not
     joints = {name for name in names if "Joint" in name}
     assert joints
     assert not any("_IdentityNodeBackward" in name for name in joints)
-    assert engine._gradients._arrivals.pairs is (order == "vertical")
+    assert engine._gradients.arrivals.pairs is (order == "vertical")
 
 
 @pytest.mark.parametrize(

@@ -335,6 +335,19 @@ def test_a_large_gradient_is_added_as_it_is_made(joined: bool, pairs: bool) -> N
     assert len(model.there()) == 3, "hooks of the store outlive its sums"
 
 
+def test_a_layer_whose_gradients_do_not_wait_adds_them_as_they_are_made_beside_one_whose_do() -> None:
+    models = {layer: Watched() for layer in (0, 1)}
+    store = new_store({layer: list(model.parameters()) for layer, model in models.items()})
+    store.arrivals.alone = 1
+    store.expect(2)
+    large = {"first.weight", "second.weight"}
+    for layer, left in ((1, set()), (0, large)):
+        with store.adding(layer):
+            models[layer](torch.ones(5, 600)).sum().backward()
+        assert models[layer].there() & large == left
+        store.add(layer)
+
+
 @pytest.mark.parametrize("num_calls", [1, 2])
 def test_hooks_of_users_find_the_gradient_as_ever(num_calls: int) -> None:
     weight = nn.Parameter(torch.ones(LARGE))

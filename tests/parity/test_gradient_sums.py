@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.offload import grad_accumulator
 from ds_vertical.offload.grad_accumulator import GradientStore, SumPlace
+from ds_vertical.planner import memory_budget
+from ds_vertical.schedule.events import Unit
 from ds_vertical.types import NORM_COPIED
 
 CLIP = 0.05  # far below every gradient norm here, so clipping acts on every step
@@ -74,6 +77,28 @@ def test_sums_that_leave_one_by_one_have_stocks_bits(
     made = apart(monkeypatch)
     assert_identical(stock, run_arm(config, build, token_batches(2, count), vertical=True))
     assert len(made) == 1 and made[0].num_bytes == 0
+
+
+@pytest.mark.parametrize("keeps_freed", [True, False])
+def test_where_freed_memory_goes_back_the_last_layers_gradients_do_not_wait_and_bits_are_stocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_freed: bool
+) -> None:
+    """They would be in memory while the head's are made."""
+    config, build = config_of(tmp_path, "bf16", 4, 0.0), partial(MixerModel, 3, width_of("bf16"))
+    stock = run_arm(config, build, token_batches(2, 4), vertical=False)
+    chosen = partial(replace, pairs=True, keeps_freed=keeps_freed)
+    monkeypatch.setattr(memory_budget, "with_room", lambda terms, *_: chosen(terms))
+    waited: set[Unit] = set()
+    is_to_wait = GradientStore._is_to_wait
+
+    def noting(self: GradientStore, unit: Unit, index: int) -> bool:
+        waits = is_to_wait(self, unit, index)
+        waited.update([unit] * waits)
+        return waits
+
+    monkeypatch.setattr(GradientStore, "_is_to_wait", noting)
+    assert_identical(stock, run_arm(config, build, token_batches(2, 4), vertical=True))
+    assert waited == ({0, 1, 2} if keeps_freed else {0, 1})
 
 
 # ---- hooks

@@ -18,12 +18,13 @@ from ds_vertical.planner.memory_budget import (
     budget,
     budget_lines,
     check_budget,
+    kept_bytes,
     reduce_bytes,
     ssd_items,
     total_bytes,
 )
 from ds_vertical.planner.memory_timeline import changes
-from ds_vertical.planner.model_shape import ModelShape, SufShape
+from ds_vertical.planner.model_shape import FreedBytes, ModelShape, SufShape
 from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
 from ds_vertical.schedule.dependencies import dependencies
 from ds_vertical.schedule.events import Event, Op, Schedule, parse_events
@@ -146,6 +147,25 @@ def test_one_memory_counts_parameters_and_sums_once() -> None:
     }
     assert ("host", "one layer's backward") not in sizes(SHAPE, BudgetTerms(1, slots=3, one_memory=True))
     assert ("host", "one layer's backward") not in sizes(SHAPE, BudgetTerms(3, slots=3, one_memory=True, pairs=False))
+
+
+def test_gradients_that_wait_are_not_there_with_those_made_outside_the_layers_where_freed_memory_goes_back() -> None:
+    def needed(in_layers: int, **lean: bool) -> int:
+        shape = replace(SHAPE, working_bytes=9000, freed=FreedBytes(9000, 2000, in_layers))
+        return sizes(shape, BudgetTerms(3, one_memory=True, **lean))["host", "one layer's backward"]
+
+    pair = 2 * 1000 * 2
+    assert needed(2500) == 9000 + pair
+    assert needed(2500, keeps_freed=False) == 9000 > 2500 + pair
+    assert needed(6000, keeps_freed=False) == 6000 + pair
+    assert needed(6000, keeps_freed=False, pairs=False) == 9000
+
+
+def test_the_heap_keeps_at_its_end_what_waits_and_maps_larger_pieces_than_a_layers_anew_where_memory_is_short() -> None:
+    shape, terms = replace(SHAPE, working_bytes=9000, freed=FreedBytes(9000, 2000, 2500)), BudgetTerms(3, one_memory=True)
+    assert kept_bytes(shape, terms) == (9000 + 4000, 2 * (9000 + 4000))
+    assert kept_bytes(shape, replace(terms, keeps_freed=False)) == (2000, 2 * (2000 + 4000))
+    assert kept_bytes(shape, replace(terms, keeps_freed=False, pairs=False)) == (2000, 2 * 2000)
 
 
 @pytest.mark.parametrize(("window", "buffers"), [(0, 3), (1, 4), (2, 5), (30, 8)])

@@ -24,7 +24,8 @@ def freed_bytes(layers: LayerMap, stepped: Collection[int], param_bytes: int) ->
         made = max(_made_at_once(layers, unit, stepped) for unit in units)
         return made * param_bytes + kernel_copy_bytes(summed, max((size for size, _ in sizes), default=0), param_bytes)
 
-    return FreedBytes(most_of([*layers.units]), most_of(range(layers.num_layers)))
+    of_layers = most_of(range(layers.num_layers))
+    return FreedBytes(most_of([*layers.units]), of_layers, of_layers)
 
 
 def _made_at_once(layers: LayerMap, unit: Unit, stepped: Collection[int]) -> int:
