@@ -58,13 +58,13 @@ class HeldHandle(WrappedHandle):
     """The two transfers that the swappers ask of DeepSpeed's handle, which opens a file before it returns.
 
     DeepSpeed's handle ends the process where it goes while transfers are in flight, as after an interrupt. So this one waits
-    for those that it has started.
+    for those that it has started. Its other transfers (`sync_pread` and the like), for which no swapper asks, are not counted.
     """
 
     def __init__(self, handle: object) -> None:
         super().__init__(handle)
         self._flying = [0]  # transfers that no `wait` has been for
-        weakref.finalize(self, _complete, handle, self._flying)
+        weakref.finalize(self, _complete_at_the_end, handle, self._flying, os.getpid())
 
     def async_pread(self, buffer: torch.Tensor, path: str, offset: int) -> int:
         """Start to fill a 1-d tensor with a file's bytes from `offset` on. Returns 0, as DeepSpeed's does. Raises StorageError,
@@ -93,14 +93,24 @@ class HeldHandle(WrappedHandle):
 
     def wait(self) -> int:
         """Complete what was started since the last wait; returns how many transfers that were."""
-        return _complete(self._handle, self._flying)
+        with interrupts.deferred(firmly=True):
+            return _complete(self._handle, self._flying)
 
 
 def _complete(handle: Any, flying: list[int]) -> int:
     """`flying`: how many transfers of the handle are; 0 afterwards. DeepSpeed's own wait ends the process where none is."""
-    with interrupts.deferred(firmly=True):
-        num_flying, flying[0] = flying[0], 0
-        return int(handle.wait()) if num_flying else 0
+    num_flying, flying[0] = flying[0], 0
+    return int(handle.wait()) if num_flying else 0
+
+
+def _complete_at_the_end(handle: Any, flying: list[int], pid: int) -> None:
+    """As the handle goes. A forked child has none of the threads that move the bytes, and does not wait for them.
+
+    What a handler raises here Python only prints. So no handler is called on the way: a signal stays pending in the wait, which
+    is C++, and comes with the next statement of whoever let the handle go.
+    """
+    if os.getpid() == pid:
+        _complete(handle, flying)
 
 
 def _opened(path: str, flags: int) -> io.FileIO:

@@ -1,7 +1,9 @@
-"""Descriptors of files and folders that close by themselves, so that no interrupt leaves one open.
+"""Descriptors of files and folders that close by themselves, wherever an interrupt comes between their opening and their end.
 
 Between `os.open` and the statement that closes its number a signal's handler may raise, and nobody has the number then: it
-stays open until the process ends. Imports neither torch nor deepspeed.
+stays open until the process ends. Here handlers wait while a number has no owner yet, or is being closed. One gap is left: a
+handler that raises while Python closes what nobody has any more is lost, and so is the number. Imports neither torch nor
+deepspeed.
 """
 
 from __future__ import annotations
@@ -32,4 +34,5 @@ class Descriptor:
 
     def close(self) -> None:
         """Close it; harmless when it is closed."""
-        self._closing()
+        with interrupts.deferred(firmly=True):
+            self._closing()

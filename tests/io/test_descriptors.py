@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
+import forks
 import pytest
-import torch
 from cutting import CtrlC, chosen, recorded
-from stock_aio import load_aio, new_handle
 
-from ds_vertical.compat.swap_handles import HeldHandle
 from ds_vertical.io import checksums, files, remove_tree
+from ds_vertical.io.descriptor import Descriptor
 from ds_vertical.io.regular_file import read_regular
 from ds_vertical.io.runs import held_folders, run_lock
 from ds_vertical.io.runs.run_dir import RunFolder
@@ -89,25 +91,48 @@ def test_ctrl_c_at_any_boundary_leaves_no_descriptor_open(run: RunFolder, action
     assert sum(bool(cut.done) for cut in cuts) > 0.9 * len(cuts) > 0
 
 
-def drop_in_flight(folder: Path) -> None:
-    """Start writes through DeepSpeed's handle, and give it up without a wait."""
-    handle = HeldHandle(new_handle(load_aio(None)))
-    memory = torch.ones(64 * NUM_BYTES, dtype=torch.uint8)
-    for index in range(4):
-        handle.async_pwrite(memory, str(folder / str(index)), 0)
-    del handle
-    gc.collect()
-    assert all((folder / str(index)).stat().st_size == memory.nbytes for index in range(4))
+IN_FLIGHT = """
+import gc, pathlib, sys
+import torch
+from stock_aio import load_aio, new_handle
+from ds_vertical.compat.swap_handles import HeldHandle
+handle = HeldHandle(new_handle(load_aio(None)))
+memory = torch.ones(1 << 20, dtype=torch.uint8)
+names = [f"{sys.argv[1]}/{index}" for index in range(4)]
+for name in names:
+    handle.async_pwrite(memory, name, 0)
+del handle
+gc.collect()
+print(*(pathlib.Path(name).stat().st_size for name in names))
+"""
 
 
 def test_a_handle_that_goes_while_it_writes_ends_no_process(tmp_path: Path) -> None:
     """DeepSpeed's own ends it with an assertion in C++, as after Ctrl-C while zero.Init writes the model."""
-    child = os.fork()
-    if child == 0:
-        try:
-            drop_in_flight(tmp_path)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    done = forks.run(tmp_path, [sys.executable, "-c", IN_FLIGHT, str(tmp_path)], dict(os.environ), 100, engine=True)
+    assert (done.returncode, done.stdout.split()) == (0, 4 * [str(1 << 20)]), done.stderr
+
+
+def test_a_forked_child_waits_for_none_of_its_parents_transfers(tmp_path: Path) -> None:
+    forked = IN_FLIGHT.replace("del handle", "import os\nif (pid := os.fork()) == 0: sys.exit()\nos.waitpid(pid, 0)\ndel handle")
+    done = forks.run(tmp_path, [sys.executable, "-c", forked, str(tmp_path)], dict(os.environ), 100, engine=True)
+    assert (done.returncode, done.stdout.split()) == (0, 4 * [str(1 << 20)]), done.stderr
+
+
+def test_ctrl_c_while_a_descriptor_is_closed_leaves_it_to_nobody(run: RunFolder) -> None:
+    """Python's own function that closes it is cut right behind its first call."""
+    before = descriptors()
+    opened = Descriptor(lambda: os.open(run.path, remove_tree.FOLDER))
+
+    def hook(frame: FrameType, event: str, _: object) -> None:
+        if event == "c_return" and frame.f_code is weakref.finalize.__call__.__code__:
+            sys.setprofile(None)
+            signal.getsignal(signal.SIGINT)(signal.SIGINT, frame)  # type: ignore[operator, misc]
+
+    sys.setprofile(hook)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            opened.close()
+    finally:
+        sys.setprofile(None)
+    assert descriptors() == before
