@@ -43,7 +43,6 @@ from stateful_models import (
     reset_globals,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import IBertConfig, IBertForMaskedLM
 from transformers.initialization import no_init_weights
 
@@ -299,48 +298,6 @@ def test_a_generator_that_blocks_share_is_refused_by_name_and_right_in_stocks_or
         assert torch.equal(model.generator.get_state(), state)
     stock, ours = run_both(config_in(tmp_path, section={"order": "horizontal"}), SharedGenerator, batches())
     assert_identical(stock, ours)
-
-
-class ReentrantCheckpoints(Base):
-    reentrant = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x).square().mean()
-
-
-class Checkpoints(ReentrantCheckpoints):
-    reentrant = False
-
-
-def with_own_backward(loss: torch.Tensor, _: Any) -> torch.Tensor:
-    loss.backward(retain_graph=True)
-    return loss
-
-
-def with_backward_of_the_head(model: Any) -> Callable[[torch.Tensor, Any], torch.Tensor]:
-    def loss_fn(loss: torch.Tensor, _: Any) -> torch.Tensor:
-        model.head.weight.square().sum().backward()
-        return loss
-
-    return loss_fn
-
-
-@pytest.mark.parametrize("case", [Base, Checkpoints, ReentrantCheckpoints], ids=lambda case: case.__name__)
-def test_a_second_backward_is_refused_by_name(tmp_path: Path, case: type[Base]) -> None:
-    with running(config_in(tmp_path), case, vertical=True) as (engine, model):
-        before = read_weights(model)
-        if case is Base:
-            for loss_fn in (with_own_backward, with_backward_of_the_head(model)):
-                with pytest.raises(LayerError, match=r"has called backward\(\) itself.*call no backward"):
-                    engine.train_batch(iter(batches(1)[0]), loss_fn)
-        else:
-            with pytest.raises(LayerError, match=r"blocks\.0 is called within torch\.utils\.checkpoint.*call it directly"):
-                engine.train_batch(iter(batches(1)[0]))
-        assert not differing(before, read_weights(model))
-        assert all(param.grad is None for param in model.parameters())
 
 
 class OwnBackward(torch.autograd.Function):
