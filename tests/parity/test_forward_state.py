@@ -47,6 +47,7 @@ from transformers import IBertConfig, IBertForMaskedLM
 from transformers.initialization import no_init_weights
 
 from ds_vertical.errors import LayerError
+from ds_vertical.model.state.containers import MOST_CONTAINERS
 from ds_vertical.offload import grad_accumulator
 
 
@@ -268,6 +269,42 @@ def test_what_only_goes_on_is_refused_by_name(tmp_path: Path, what: Callable[[],
         with pytest.raises(LayerError, match=named):
             engine.eval_batch(iter(batches(1)[0]))
         assert engine.global_steps == 0 and not differing(before, read_weights(model))
+
+
+class Crowded(Base):
+    """Its forwards add to a list that leads to more objects than a step looks after."""
+
+    num_objects = MOST_CONTAINERS + 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crowd: list[list[float]] = [[] for _ in range(self.num_objects)]
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        self.crowd.append([float(x.detach().sum())])
+        return super().end(x)
+
+
+class Few(Crowded):
+    num_objects = 10
+
+
+@pytest.mark.parametrize("self_check", [False, None])
+def test_state_of_too_many_objects_is_refused_by_name(tmp_path: Path, self_check: bool | None) -> None:
+    assert MOST_CONTAINERS == 20_000  # as docs/state.md says
+    config = config_in(tmp_path, section={"self_check": self_check})
+    with running(config, Crowded, vertical=True) as (engine, model):
+        before = read_weights(model)
+        with pytest.raises(LayerError, match=r"crowd changes during the forward and holds too many objects.*object of its own"):
+            engine.train_batch(iter(batches(1)[0]))
+        assert engine.global_steps == 0 and not differing(before, read_weights(model))
+        assert len(model.crowd) == MOST_CONTAINERS + 1
+
+
+def test_state_of_few_objects_is_kept(tmp_path: Path) -> None:
+    with running(config_in(tmp_path), Few, vertical=True) as (engine, model):
+        engine.train_batch(iter(batches(1)[0]))
+        assert len(model.crowd) == Few.num_objects + M
 
 
 def test_a_generator_at_its_end_is_none(tmp_path: Path) -> None:
