@@ -434,7 +434,7 @@ stock:
 
 ```bash
 python tests/support/sweep.py OUT.jsonl
-DS_VERTICAL_ENDS=fetched python tests/support/sweep.py FETCHED.jsonl
+python tests/support/sweep.py FETCHED.jsonl  # with DS_VERTICAL_ENDS=fetched in the environment
 python tests/support/sweep.py OUT.jsonl --table docs/families.md --fetched FETCHED.jsonl
 ```"""
 
