@@ -151,6 +151,15 @@ def refuse_wide(model: nn.Module, config: DeepSpeedJson) -> None:
             )
 
 
+def refuse_float64() -> None:
+    """Refuse to begin where torch makes float64 tensors unless told otherwise: DeepSpeed's buffers would be."""
+    if torch.get_default_dtype() is torch.float64:
+        raise ConfigError(
+            "torch.get_default_dtype(): got torch.float64, of which DeepSpeed would make its buffers; write"
+            " torch.set_default_dtype(torch.float32) before ds_vertical.prepare and ds_vertical.initialize"
+        )
+
+
 def refuse_parameters(model: nn.Module, config: DeepSpeedJson) -> None:
     """Refuse to build an engine where torch makes float64, which DeepSpeed's buffers and CPU Adam do not take; parameters that
     bitsandbytes quantises, whose scales do not travel with a shard; those of `refuse_wide`; a model that is frozen whole."""
@@ -160,11 +169,7 @@ def refuse_parameters(model: nn.Module, config: DeepSpeedJson) -> None:
             "initialize(model=...): none of the model's parameters requires a gradient, so nothing would be trained; set"
             " requires_grad, or add adapters; an engine that only evaluates is made from a JSON without vertical_schedule"
         )
-    if torch.get_default_dtype() is torch.float64:
-        raise ConfigError(
-            "torch.get_default_dtype(): got torch.float64, of which DeepSpeed would make its buffers; write"
-            " torch.set_default_dtype(torch.float32) before ds_vertical.initialize"
-        )
+    refuse_float64()
     for name, param in model.named_parameters():
         if zero_params.has_second_partition(param):
             raise ConfigError(
@@ -200,6 +205,8 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     section = load_section(raw)
     if section is not None:
         check(raw, section)
+        if section.enabled:
+            refuse_float64()  # before zero.Init writes parameters
         refuse_levels(resolved := resolve(section))
         refuse_acco(resolved, raw)
         refuse_compression(resolved)

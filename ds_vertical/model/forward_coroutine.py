@@ -262,7 +262,7 @@ class ForwardCoroutine:
         self, block: int, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         if self._keep:
-            _refuse_own_backward(self._blocks[block])
+            refuse_call_run_again(self._blocks[block])
         with contextlib.nullcontext() if self._outside is None else self._outside.paused((args, kwargs)):
             result = self._runner.run(block, function, args, kwargs)
         self.calls.done_block = block
@@ -309,7 +309,9 @@ def _wrong_order(blocks: Sequence[Block], what: str) -> NoReturn:
     )
 
 
-def _refuse_own_backward(block: Block) -> None:
+def refuse_call_run_again(block: Block) -> None:
+    """Raises LayerError where a checkpoint, or a function with a backward of its own, calls the caller of this function for
+    the block: it would run the block once more in the backward."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename == checkpoint.__file__:

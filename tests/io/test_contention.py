@@ -186,12 +186,18 @@ def test_the_progress_line_names_who_has_the_cores(monkeypatch: pytest.MonkeyPat
             return loss
 
         with busy() as pid:
+            before = contention.Processes()
             for step in token_batches(4, NUM_BATCHES):
                 engine.train_batch(iter(step), loss_fn)
+            worked = {each.pid: each.cores for each in contention.Processes().since(before)}
         engine.destroy()
     told = seen[NUM_BATCHES::NUM_BATCHES]
     assert all(re.search(r"\| last \d+\.\d\d s \| others work on 0\.\d of 1 cores", line) for line in told), seen
-    assert re.search(rf"of 1 cores: \S+ \(pid {pid}\)", told[-1]) or os.getloadavg()[0] > 2, told[-1]
+    named = re.search(r"of 1 cores: \S.* \(pid (\d+)\)", told[-1])
+    assert named, told[-1]  # always somebody, on a machine that others use, too
+    busiest = int(named[1])
+    ended = not Path("/proc", str(busiest)).exists()  # one of theirs may have, meanwhile
+    assert busiest != os.getpid() and (busiest == pid or ended or worked[busiest] > 0.5 * worked[pid]), (told[-1], worked)
 
 
 def test_the_doctor_names_who_has_the_cores_and_what_to_do() -> None:

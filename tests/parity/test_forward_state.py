@@ -43,11 +43,11 @@ from stateful_models import (
     reset_globals,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import IBertConfig, IBertForMaskedLM
 from transformers.initialization import no_init_weights
 
 from ds_vertical.errors import LayerError
+from ds_vertical.model.state.containers import MOST_CONTAINERS
 from ds_vertical.offload import grad_accumulator
 
 
@@ -272,6 +272,42 @@ def test_what_only_goes_on_is_refused_by_name(tmp_path: Path, what: Callable[[],
         assert engine.global_steps == 0 and not differing(before, read_weights(model))
 
 
+class Crowded(Base):
+    """Its forwards add to a list that leads to more objects than a step looks after."""
+
+    num_objects = MOST_CONTAINERS + 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crowd: list[list[float]] = [[] for _ in range(self.num_objects)]
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        self.crowd.append([float(x.detach().sum())])
+        return super().end(x)
+
+
+class Few(Crowded):
+    num_objects = 10
+
+
+@pytest.mark.parametrize("self_check", [False, None])
+def test_state_of_too_many_objects_is_refused_by_name(tmp_path: Path, self_check: bool | None) -> None:
+    assert MOST_CONTAINERS == 20_000  # as docs/state.md says
+    config = config_in(tmp_path, section={"self_check": self_check})
+    with running(config, Crowded, vertical=True) as (engine, model):
+        before = read_weights(model)
+        with pytest.raises(LayerError, match=r"crowd changes during the forward and holds too many objects.*object of its own"):
+            engine.train_batch(iter(batches(1)[0]))
+        assert engine.global_steps == 0 and not differing(before, read_weights(model))
+        assert len(model.crowd) == MOST_CONTAINERS + 1
+
+
+def test_state_of_few_objects_is_kept(tmp_path: Path) -> None:
+    with running(config_in(tmp_path), Few, vertical=True) as (engine, model):
+        engine.train_batch(iter(batches(1)[0]))
+        assert len(model.crowd) == Few.num_objects + M
+
+
 def test_a_generator_at_its_end_is_none(tmp_path: Path) -> None:
     with running(config_in(tmp_path), holding(ended), vertical=True) as (engine, _):
         engine.train_batch(iter(batches(1)[0]))
@@ -300,48 +336,6 @@ def test_a_generator_that_blocks_share_is_refused_by_name_and_right_in_stocks_or
         assert torch.equal(model.generator.get_state(), state)
     stock, ours = run_both(config_in(tmp_path, section={"order": "horizontal"}), SharedGenerator, batches())
     assert_identical(stock, ours)
-
-
-class ReentrantCheckpoints(Base):
-    reentrant = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x).square().mean()
-
-
-class Checkpoints(ReentrantCheckpoints):
-    reentrant = False
-
-
-def with_own_backward(loss: torch.Tensor, _: Any) -> torch.Tensor:
-    loss.backward(retain_graph=True)
-    return loss
-
-
-def with_backward_of_the_head(model: Any) -> Callable[[torch.Tensor, Any], torch.Tensor]:
-    def loss_fn(loss: torch.Tensor, _: Any) -> torch.Tensor:
-        model.head.weight.square().sum().backward()
-        return loss
-
-    return loss_fn
-
-
-@pytest.mark.parametrize("case", [Base, Checkpoints, ReentrantCheckpoints], ids=lambda case: case.__name__)
-def test_a_second_backward_is_refused_by_name(tmp_path: Path, case: type[Base]) -> None:
-    with running(config_in(tmp_path), case, vertical=True) as (engine, model):
-        before = read_weights(model)
-        if case is Base:
-            for loss_fn in (with_own_backward, with_backward_of_the_head(model)):
-                with pytest.raises(LayerError, match=r"has called backward\(\) itself.*call no backward"):
-                    engine.train_batch(iter(batches(1)[0]), loss_fn)
-        else:
-            with pytest.raises(LayerError, match=r"blocks\.0 is called within torch\.utils\.checkpoint.*call it directly"):
-                engine.train_batch(iter(batches(1)[0]))
-        assert not differing(before, read_weights(model))
-        assert all(param.grad is None for param in model.parameters())
 
 
 class OwnBackward(torch.autograd.Function):

@@ -358,6 +358,17 @@ def test_float64_is_refused_before_anything_is_written(tmp_path: Path, float64: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_float64_is_refused_before_zero_init_writes_the_model(tmp_path: Path, float64: Callable[[], None]) -> None:
+    start_process_group()
+    float64()
+    with pytest.raises(
+        ds_vertical.ConfigError, match=r"got torch\.float64.*set_default_dtype\(torch\.float32\) before .*prepare"
+    ):
+        ds_vertical.prepare(config_in(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    ds_vertical.prepare(config_in(tmp_path, section={"enabled": False}))  # the stock arm's is stock's
+
+
 def test_float64_as_the_default_after_initialize_changes_no_bit(tmp_path: Path, float64: Callable[[], None]) -> None:
     weights = []
     for switch in (lambda: None, float64):

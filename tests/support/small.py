@@ -64,6 +64,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
     "llama4": {"vision_config": {"intermediate_size": 256, "vision_output_dim": 64}},  # four times its width; as its projection
+    # the last of its widths is `hidden_dim`, and each block is there once
+    "efficientnet": {"width_coefficient": 0.05, "depth_coefficient": 1.0},
+    "align": {"vision_config": {"width_coefficient": 1.6, "depth_coefficient": 1.0}},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "mllama": {"vision_config": {"vision_output_dim": 192}},  # its width, and that of two layers whose outputs it hands on

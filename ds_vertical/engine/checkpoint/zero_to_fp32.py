@@ -16,6 +16,7 @@ import math
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -312,15 +313,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     last = len(shards)
     names = [f"{stem}-{number:05d}-of-{last:05d}.{ending}" for number in range(1, last + 1)] if last > 1 else [whole]
     (output := Path(output_dir)).mkdir(parents=True, exist_ok=True)
-    for name, members in zip(names, shards, strict=True):
-        shard = {member: state[member] for member in members}
-        part = output / f".{name}.part"
-        try:
-            save(_tensors(shard, shared=not safe_serialization), str(part))
+    with tempfile.TemporaryDirectory(prefix=".zero_to_fp32-", dir=output) as parts:  # a new folder, which nobody else uses
+        for name, members in zip(names, shards, strict=True):
+            shard = {member: state[member] for member in members}
+            save(_tensors(shard, shared=not safe_serialization), str(part := Path(parts, name)))
             os.replace(part, output / name)
-        finally:
-            part.unlink(missing_ok=True)
-        print(f"{output / name}: {len(members)} tensors")
+            print(f"{output / name}: {len(members)} tensors")
     if len(shards) > 1:
         files = {member: name for name, members in zip(names, shards, strict=True) for member in members}
         total = sum(each.num_bytes for each in {id(each): each for each in state.values()}.values())

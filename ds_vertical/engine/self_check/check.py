@@ -108,7 +108,8 @@ class SelfCheck:
             found = (*comparison.differences(plain, ours), *state_differences(left, own, self._of_backward()))
             error = self._diagnosis.of_difference(found[0]) if found else None
         took = f"{middle - start:.1f} s in torch's order, {time.perf_counter() - middle:.1f} s in the schedule's"
-        return f"self_check: {len(bodies)} micro-batches, {took}: {'they differ' if error else 'they agree'}", error
+        what = "1 micro-batch" if len(bodies) == 1 else f"{len(bodies)} micro-batches"
+        return f"self_check: {what}, {took}: {'they differ' if error else 'they agree'}", error
 
     def run_alone(self, bodies: Sequence[Body]) -> None:
         """Run the schedule alone over these micro-batches, and compare nothing. All is then as it was, after an error, too."""

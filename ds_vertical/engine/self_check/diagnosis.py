@@ -72,9 +72,13 @@ class Diagnosis:
         return self._raised(failure, what, layer, self._remedy)
 
     def _raised(self, failure: Exception, what: str, layer: int | None, remedy: str) -> Exception:
-        """What to raise in the place of an exception: our own refusals, and what is lacking, stay and get a note."""
-        if isinstance(failure, _RESOURCES) or type(failure).__module__.startswith("ds_vertical."):
-            failure.add_note(f"vertical_schedule.self_check: {what}; nothing has been trained; {_TRAIN}")
+        """What to raise in the place of an exception: our own refusals, and what is lacking, stay and get a note. Without the
+        check a step would be refused as well, and says itself what to write."""
+        lacking = isinstance(failure, _RESOURCES)
+        if lacking or type(failure).__module__.startswith("ds_vertical."):
+            failure.add_note(
+                f"vertical_schedule.self_check: {what}; nothing has been trained{f'; {_TRAIN}' if lacking else ''}"
+            )
             return failure
         error = self._error(f"{what}: {_first_line(failure)}", layer, remedy)
         error.__cause__ = failure

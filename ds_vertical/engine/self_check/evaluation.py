@@ -7,6 +7,7 @@ values in layer-major order than in stock's. Its forwards have the random number
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -41,9 +42,9 @@ class EvaluationCheck:
             return
         if max(ranks.all_gathered(len(bodies))) < NUM_MICRO_BATCHES or not self._further.is_due(self._checked):
             return  # on all ranks
-        error = self._compared(bodies[:NUM_MICRO_BATCHES], evaluate)
+        took, error = self._compared(bodies[:NUM_MICRO_BATCHES], evaluate)
         said = "agree" if error is None else "differ"
-        accelerator.log(f"ds_vertical: self_check: {NUM_MICRO_BATCHES} micro-batches of an evaluation: they {said}")
+        accelerator.log(f"ds_vertical: self_check: {NUM_MICRO_BATCHES} micro-batches of an evaluation, {took}: they {said}")
         with self._agreed():
             if error is not None:
                 raise error
@@ -53,24 +54,28 @@ class EvaluationCheck:
     def _agreed(self) -> contextlib.AbstractContextManager[object]:
         return self._parts.optimizer.live.agreed("self_check")
 
-    def _compared(self, bodies: Sequence[Body], evaluate: Evaluate) -> SelfCheckError | None:
-        """What is wrong. All ranks run as many passes: one with a single micro-batch runs that again."""
+    def _compared(self, bodies: Sequence[Body], evaluate: Evaluate) -> tuple[str, SelfCheckError | None]:
+        """How long both orders took, and what is wrong. All ranks run as many passes: one with a single micro-batch runs that
+        again."""
         parts = self._parts
         functions = [function for body in bodies for function in body.functions]
         blocks = [block.module for block in parts.layers.blocks]
         with self._agreed():
             undo = partial(put_state_back, Snapshot(*survey(parts.module, blocks, functions)[:2]))
         with preserved(), generators_kept(), Changed(partial(undo, refuse=False)):
+            start = time.perf_counter()
             together = evaluate(bodies)  # first: it learns of the state
             with self._agreed():
                 undo()
+            middle = time.perf_counter()
             apart = [evaluate([bodies[index % len(bodies)]])[0] for index in range(NUM_MICRO_BATCHES)]
             with self._agreed():
                 undo()
+            took = f"{time.perf_counter() - middle:.1f} s in stock's order, {middle - start:.1f} s in the schedule's"
             found = next(_differences(together, apart[: len(bodies)]), None)
         if found is None:
-            return None
-        return Diagnosis(parts.layers, parts.vertical.order, parts.state).of_evaluation(*found)
+            return took, None
+        return took, Diagnosis(parts.layers, parts.vertical.order, parts.state).of_evaluation(*found)
 
 
 def _differences(together: Sequence[object], apart: Sequence[object]) -> Iterator[tuple[int, float]]:

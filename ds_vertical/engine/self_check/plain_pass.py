@@ -23,8 +23,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from ds_vertical.errors import LayerError
 from ds_vertical.io.host import available_bytes
 from ds_vertical.io.ticket import Ticket
+from ds_vertical.model.autograd_segments import OWN_BACKWARD
+from ds_vertical.model.forward_coroutine import refuse_call_run_again
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.stubs import calls_through
 from ds_vertical.model.tensor_refs import key_of
@@ -63,6 +66,7 @@ class PlainOrder:
         self._param_of: dict[int, nn.Parameter] = {}  # by storage, of what is resident
         self._saved = _Saved(folder)
         self.place: tuple[str, int | None] = _AHEAD  # for messages: what runs, and of which block
+        self._in_forward = False
 
     @contextlib.contextmanager
     def opened(
@@ -70,6 +74,12 @@ class PlainOrder:
     ) -> Iterator[PlainOrder]:
         """Within the block models run with their layers fetched as they come. `note_output` hears of each block's output, by
         the block's number, `note_gradient` of each parameter of a layer that has its gradient."""
+
+        def note(param: nn.Parameter) -> None:
+            if self._in_forward:
+                raise LayerError(OWN_BACKWARD)
+            note_gradient(param)
+
         with contextlib.ExitStack() as stack:
             stack.callback(self._saved.close)
             stack.callback(self._release)
@@ -79,7 +89,7 @@ class PlainOrder:
             for unit, params in self._layers.units.items():
                 for param in params if isinstance(unit, int) else ():
                     if param.requires_grad:
-                        stack.callback(param.register_post_accumulate_grad_hook(note_gradient).remove)
+                        stack.callback(param.register_post_accumulate_grad_hook(note).remove)
             for unit in self._layers.outside.units:
                 ticket = self._params.fetch(unit)
                 stack.callback(self._params.release, unit)
@@ -87,11 +97,14 @@ class PlainOrder:
             yield self
 
     def run(self, body: Callable[[], torch.Tensor], scale: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Forward, loss and backward of one micro-batch. Returns its loss. Raises PlainOrderError where this pass is the cause
-        that the model fails, and else what the model raises."""
-        self.place = _AHEAD
+        """Forward, loss and backward of one micro-batch. Returns its loss. Raises LayerError where `body` runs one itself,
+        PlainOrderError where this pass is the cause that the model fails, and else what the model raises."""
+        self.place, self._in_forward = _AHEAD, True
         try:
             loss = body()
+            self._in_forward = False
+            if self._have_gradients_around():
+                raise LayerError(OWN_BACKWARD)
             self.place = "backward of the loss, ahead of the layers'", None
             scale(loss).backward()
         except Exception as failure:
@@ -100,6 +113,9 @@ class PlainOrder:
             raise
         self._saved.clear()
         return loss.detach()
+
+    def _have_gradients_around(self) -> bool:
+        return any(param.grad is not None for unit in self._layers.outside.units for param in self._layers.units[unit])
 
     def _is_ours(self, failure: Exception) -> bool:
         """Whether the model has failed at a saved tensor that has lost what only its parameter has, or since hooks are
@@ -110,7 +126,8 @@ class PlainOrder:
         return type(failure) is RuntimeError and _FORBIDDEN in str(failure)
 
     def _call(self, number: int, layer: int, note_output: Callable[[int, object], None], run: Callable[[], object]) -> object:
-        """A block's whole call, hooks included."""
+        """A block's whole call, hooks included. Raises LayerError where the caller would run it again in the backward."""
+        refuse_call_run_again(self._layers.blocks[number])
         self._enter("forward of", number, layer)
         with saved_tensors_hooks(self._pack, self._unpack):
             output = run()

@@ -135,6 +135,34 @@ def test_one_file_of_weights_is_in_memory_at_a_time(
     assert max(most) <= 1_100_000
 
 
+def test_files_of_others_beside_its_own_stay(
+    tmp_path: Path, saved: tuple[Path, Tensors], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those with the name under which it once wrote, and all of a folder that is there; where the conversion fails, too."""
+    out = tmp_path / "out"
+    out.mkdir()
+    theirs = {name: f"theirs: {name}" for name in (".pytorch_model.bin.part", ".model.safetensors.part", ".zero_to_fp32-1")}
+    for name, text in theirs.items():
+        (out / name).write_text(text)
+    for safe in (False, True):
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(saved[0], out, safe_serialization=safe)
+    assert differing(saved[1], torch.load(out / "pytorch_model.bin", weights_only=True)) == []
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert (out / "pytorch_model.bin").stat().st_mode == plain.stat().st_mode
+    expected = theirs.keys() | {"pytorch_model.bin", "model.safetensors"}
+    assert {each.name for each in out.iterdir()} == expected
+
+    def fails(*_: Any) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(torch, "save", fails)
+    with pytest.raises(OSError, match="no room"):
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(saved[0], out)
+    assert {each.name for each in out.iterdir()} == expected
+    assert all((out / name).read_text() == text for name, text in theirs.items())
+
+
 def test_the_library_calls(saved: tuple[Path, Tensors]) -> None:
     folder, expected = saved
     assert differing(expected, get_fp32_state_dict_from_zero_checkpoint(folder)) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from ds_vertical.engine.self_check.check import SelfCheckError
 from ds_vertical.engine.self_check.first_step import MOST_FURTHER
 
 CHECKED = "self_check: 2 micro-batches, "  # in training
-EVALUATED = "self_check: 2 micro-batches of an evaluation: they agree"
+EVALUATED = re.compile(
+    r"self_check: 2 micro-batches of an evaluation, (\d+\.\d) s in stock's order, (\d+\.\d) s in the schedule's: they agree"
+)
 
 
 class LateCountBlock(Block):
@@ -178,7 +181,7 @@ def test_nor_in_each_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[st
             rename(model, number)
             engine.eval_batch(iter(step))
     said = capsys.readouterr().out
-    assert said.count(EVALUATED) == MOST_FURTHER and STOPS.findall(said) == ["evaluations"]
+    assert len(EVALUATED.findall(said)) == MOST_FURTHER and STOPS.findall(said) == ["evaluations"]
 
 
 def test_a_resume_knows_which_state_was_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,11 +254,38 @@ def test_evaluations_that_are_right_are_checked_once(tmp_path: Path, capsys: pyt
         with running(config_in(tmp_path, section={"self_check": wanted}), SharedContext, vertical=True) as (engine, _):
             engine.train_batch(iter(batches(1)[0]))
             ends.append([engine.eval_batch(iter(step)).item() for step in batches(3)])
-        assert capsys.readouterr().out.count(EVALUATED) == (wanted is None)
+        assert len(EVALUATED.findall(capsys.readouterr().out)) == (wanted is None)
     assert ends[0] == ends[1]
 
 
 def test_no_evaluation_of_a_model_without_such_state_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(config_in(tmp_path, section={"self_check": True}), Base, vertical=True) as (engine, _):
         engine.eval_batch(iter(batches(1)[0]))
-    assert EVALUATED not in capsys.readouterr().out
+    assert "of an evaluation" not in capsys.readouterr().out
+
+
+class Slow(SharedContext):
+    """Each forward takes a quarter of a second at least."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.25)
+        return super().forward(x)
+
+
+def test_checks_say_how_long_each_order_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(config_in(tmp_path, section={"self_check": None}), Slow, vertical=True) as (engine, _):
+        start = time.perf_counter()
+        engine.train_batch(iter(batches(1)[0]))
+        engine.eval_batch(iter(batches(1)[0]))
+        most = time.perf_counter() - start
+    said = capsys.readouterr().out
+    of_training = re.findall(r"2 micro-batches, (\d+\.\d) s in torch's order, (\d+\.\d) s in the schedule's: they agree", said)
+    told = [float(each) for pair in (*of_training, *EVALUATED.findall(said)) for each in pair]
+    assert len(told) == 4 and all(0.5 <= each < most for each in told) and sum(told) < most + 0.2
+
+
+def test_a_step_of_one_micro_batch_is_checked_with_that_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_in(tmp_path, section={"self_check": None}) | {"gradient_accumulation_steps": 1}
+    with running(config, Base, vertical=True) as (engine, _):
+        engine.train_batch(iter(batches(1)[0][:1]))
+    assert "self_check: 1 micro-batch, " in capsys.readouterr().out
