@@ -114,7 +114,9 @@ def test_a_handle_that_goes_while_it_writes_ends_no_process(tmp_path: Path) -> N
 
 
 def test_a_forked_child_waits_for_none_of_its_parents_transfers(tmp_path: Path) -> None:
-    forked = IN_FLIGHT.replace("del handle", "import os\nif (pid := os.fork()) == 0: sys.exit()\nos.waitpid(pid, 0)\ndel handle")
+    forked = IN_FLIGHT.replace(
+        "del handle", "import os\nif (pid := os.fork()) == 0: sys.exit()\nos.waitpid(pid, 0)\ndel handle"
+    )
     done = forks.run(tmp_path, [sys.executable, "-c", forked, str(tmp_path)], dict(os.environ), 100, engine=True)
     assert (done.returncode, done.stdout.split()) == (0, 4 * [str(1 << 20)]), done.stderr
 
