@@ -1,7 +1,8 @@
 """Safety from interrupts: changes that are undone wherever a block is cut, and blocks that no signal cuts.
 
 `Changed` is the first: something is changed for the time of a block, and undone at its end. `deferred` is the second: signals
-that arrive during a block wait until it is over.
+that arrive during a block wait until it is over. `Descriptor` is an open file that closes by itself, wherever an interrupt
+comes between its opening and its end.
 
 [Note: interrupts] Python calls handlers of signals between any two bytecodes of the main thread, and a handler may raise, as
 Ctrl-C's does. So an exception may come just ahead of the `finally` that undoes a change, or within it. Therefore a change is
@@ -15,6 +16,10 @@ before is called at the next `pause`, at the end of the outermost block, or at o
 user's own forward (a coroutine of its own), which may take any time, and in a wait for transfers (`waiting`). Within
 `deferred(firmly=True)` it is not called at once there, either. A signal that comes again after a second (AGAIN_S) is handled at
 once: its sender wants the process back. The code that runs next puts in order, or refuses, what that has cut.
+
+[Note: descriptors] Between `os.open` and the statement that closes its number a handler may raise, and nobody has the number
+then: it stays open until the process ends. So handlers wait while a number has no owner yet, or is being closed. One gap is
+left: a handler that raises while Python closes what nobody has any more is lost, and so is the number.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Final, TypeVar
@@ -153,6 +159,29 @@ class deferred:  # noqa: N801 - used as a function
             reset(self._before)
             if not _blocks:
                 pause()
+
+
+class Descriptor:
+    """An open file's or folder's number `fd`, which is closed by `close`, at the end of a `with` block, or once nobody has this
+    object; not at the interpreter's exit, where the kernel does it. See [Note: descriptors]."""
+
+    def __init__(self, open_it: Callable[[], int]) -> None:
+        """`open_it`: opens it and returns the number. Raises what that raises."""
+        with deferred(firmly=True):
+            self.fd = open_it()
+            self._closing = weakref.finalize(self, os.close, self.fd)
+            self._closing.atexit = False
+
+    def __enter__(self) -> int:
+        return self.fd
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close it; harmless when it is closed."""
+        with deferred(firmly=True):
+            self._closing()
 
 
 def num_shields() -> int:

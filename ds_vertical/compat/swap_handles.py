@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
@@ -42,6 +42,14 @@ from ds_vertical.io.runs.held_folders import HeldTree
 
 _Transfer = Callable[[torch.Tensor, str, int], int]
 Offload = TypeVar("Offload", DeepSpeedZeroOffloadParamConfig, DeepSpeedZeroOffloadOptimizerConfig)
+
+
+class _Waits(Protocol):
+    """Of DeepSpeed's handle what completes its transfers."""
+
+    def wait(self) -> int:
+        """How many it has completed."""
+        ...
 
 
 class WrappedHandle:
@@ -61,7 +69,7 @@ class HeldHandle(WrappedHandle):
     for those that it has started. Its other transfers (`sync_pread` and the like), for which no swapper asks, are not counted.
     """
 
-    def __init__(self, handle: object) -> None:
+    def __init__(self, handle: _Waits) -> None:
         super().__init__(handle)
         self._flying = [0]  # transfers that no `wait` has been for
         weakref.finalize(self, _complete_at_the_end, handle, self._flying, os.getpid())
@@ -97,13 +105,13 @@ class HeldHandle(WrappedHandle):
             return _complete(self._handle, self._flying)
 
 
-def _complete(handle: Any, flying: list[int]) -> int:
+def _complete(handle: _Waits, flying: list[int]) -> int:
     """`flying`: how many transfers of the handle are; 0 afterwards. DeepSpeed's own wait ends the process where none is."""
     num_flying, flying[0] = flying[0], 0
-    return int(handle.wait()) if num_flying else 0
+    return handle.wait() if num_flying else 0
 
 
-def _complete_at_the_end(handle: Any, flying: list[int], pid: int) -> None:
+def _complete_at_the_end(handle: _Waits, flying: list[int], pid: int) -> None:
     """As the handle goes. A forked child has none of the threads that move the bytes, and does not wait for them.
 
     What a handler raises here Python only prints. So no handler is called on the way: a signal stays pending in the wait, which

@@ -33,7 +33,14 @@ from ds_vertical.distributed.unit_levels import refuse_levels
 from ds_vertical.engine import disk_check, machine_cache
 from ds_vertical.engine.acco.refusals import refuse_acco
 from ds_vertical.engine.assembly import HostBudget
-from ds_vertical.engine.autotune import choose_all, late_copies, refuse_fetched_compiled, settle_read_ahead
+from ds_vertical.engine.autotune import (
+    choose_all,
+    choose_delay,
+    late_copies,
+    refuse_fetched_compiled,
+    settle_read_ahead,
+    spared,
+)
 from ds_vertical.engine.engine import VerticalEngine
 from ds_vertical.engine.integrations.pretrained import write_full_weights
 from ds_vertical.engine.integrations.stock_calls import StockCalls
@@ -338,6 +345,8 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, begun: l
     forecast_of = partial(Forecast, layers, groups, config)
     room = host_room(model.parameters(), resolved.host_memory_bytes)
     report = _slowest_report(config)
+    if disk_check.holds_second(forecast_of(resolved), config):
+        resolved = choose_delay(section, resolved, forecast_of, spared(room))
     resolved = choose_all(section, resolved, forecast_of, model, report, room)
     resolved, planner = open_choice(KeepPlanner(forecast := forecast_of(resolved).paired(room), resolved, report, *room))
     disk_check.limit_ahead(forecast, config, resolved)
@@ -363,7 +372,7 @@ def _budget_of(forecast: Forecast, host_bytes: int, left: int, planner: KeepPlan
     kept, behind = kept_bytes(shape, terms) if accelerator.is_one_memory() else (0, 0)
     counted = tuple(item for item in memory_budget.budget(shape, terms, forecast.further(0)) if item.tier is Tier.DEVICE)
     needed, room = host_bytes + read_ahead_bytes(forecast), left - read_ahead_bytes(forecast)
-    is_short = not forecast.keeps_freed or (is_limited and room < kept + SPARE_SHARE * needed)
+    is_short = not forecast.keeps_freed or (is_limited and room < max(kept, behind) + SPARE_SHARE * needed)
     return HostBudget(needed, kept, left, behind, planner, forecast.pairs, forecast.keeps_freed, is_short, counted)
 
 

@@ -18,7 +18,7 @@ JSON has is kept, and some state stays on SSD; one that was chosen is dropped.
 [Note: less waits] What is stepped in the next forward has a gradient that waits, 4 bytes a parameter. On SSD it would be
 written and read once more, a quarter of what its step moves. Beside a device the forward may take long enough to hide that.
 Where the device is the host, the same cores compute and step. So there the share that is delayed shrinks until what waits fits
-into host memory, beside gradients in pairs and freed memory that is kept, which save the cores more time.
+into host memory. It stays where the SSD has no room for what early steps need: these may be given up then, and all waits.
 """
 
 from __future__ import annotations
@@ -108,16 +108,15 @@ def choose_delay(
     section: VerticalConfig, resolved: RunSettings, forecast_of: Callable[[RunSettings], Forecast], room: Room
 ) -> RunSettings:
     """`resolved` with a smaller `optimizer_delay` than the fixed rule's, where host memory has no room for all that waits by
-    that, and the JSON leaves both the delay and where gradients wait null. See [Note: less waits]. Collective."""
+    that, and the JSON leaves both the delay and where gradients wait null. Not for a run that may give up its early steps, for
+    want of room on the SSD: then all waits. See [Note: less waits]. Collective."""
     forecast = forecast_of(resolved)
     written = section.optimizer_delay is not None or section.gradient_host_share is not None
     if written or resolved.keep_gradients or not (forecast.terms.one_memory and forecast.timing.final):
         return resolved
 
     def needed(delay: float) -> int:
-        other = forecast_of(replace(resolved, optimizer_delay=delay))
-        items = memory_budget.budget(other.shape, replace(other.terms, keeps_freed=True), other.further(room[1]))
-        return memory_budget.total_bytes(items, Tier.HOST)
+        return _needed(forecast_of(replace(resolved, optimizer_delay=delay)), room)
 
     rule = forecast.timing.delay
     fitting = (delay for share in _shares(_DELAY_STEPS) if needed(delay := share * rule) <= room[0])
@@ -211,6 +210,13 @@ def _fitting_states(resolved: RunSettings, forecast_of: Callable[[RunSettings], 
     return [share for share in _shares(STATE_SHARES) if share and needed(share) <= most]
 
 
+def spared(room: Room) -> Room:
+    """Less of the room, for choices: what they import is the process's by the time of the memory check, which would refuse
+    them."""
+    allowed, baseline = room
+    return allowed - min(_IMPORTED_BYTES, allowed // 100), baseline
+
+
 def choose_all(
     section: VerticalConfig,
     resolved: RunSettings,
@@ -219,12 +225,11 @@ def choose_all(
     report: Mapping[str, object] | None,
     room: Room,
 ) -> RunSettings:
-    """`resolved` with every null replaced that host memory or the machine's rates decide before the first step: what stock has
-    in host memory, then timing, and of what these leave the state. `report`: see `choose_timing`. The choices leave some of
-    the room: what they import is the process's by the time of the memory check, which would refuse them. Collective."""
-    allowed, baseline = room
-    room = allowed - min(_IMPORTED_BYTES, allowed // 100), baseline
-    resolved = choose_delay(section, choose_copy_share(resolved, forecast_of, room), forecast_of, room)
+    """`resolved` with every null replaced that host memory or the machine's rates decide before the first step, once
+    `choose_delay` has been asked: what stock has in host memory, then timing, and of what these leave the state. `report`: see
+    `choose_timing`. The choices leave some of the room: see `spared`. Collective."""
+    room = spared(room)
+    resolved = choose_copy_share(resolved, forecast_of, room)
     resolved = choose_gradient_tier(section, resolved, forecast_of, room)
     resolved = choose_timing(section, resolved, forecast_of(resolved).paired(room), model, report, room)
     return choose_state_share(section, resolved, forecast_of, room)

@@ -160,9 +160,18 @@ def _locked_by_stock(forecast: Forecast, config: dict[str, object]) -> dict[str,
 # ---- disk
 
 
-def _disks(forecast: Forecast, config: dict[str, Any]) -> list[DiskNeed]:
-    """What goes to each file system; nothing where no state of the optimizer is to be on SSD. Collective."""
+def holds_second(forecast: Forecast, config: dict[str, Any]) -> bool:
+    """Whether the SSDs of every rank hold what early steps need: a second generation of files, unless they take none.
+    Collective."""
+    disks = _disks(forecast, config, demanded=False)
+    return all(ranks.all_gathered(forecast.timing.generations == 1 or all(disk.second for disk in disks)))
+
+
+def _disks(forecast: Forecast, config: dict[str, Any], demanded: bool | None = None) -> list[DiskNeed]:
+    """What goes to each file system; nothing where no state of the optimizer is to be on SSD. `demanded`: whether early steps
+    are taken without room for their files, too; None: as the timing says. Collective."""
     wanted = forecast.files
+    demanded = forecast.timing.demanded if demanded is None else demanded
     shares = _shares(config)
     places = [(host_id(), device) for device in shares] if wanted.state or wanted.all_gradients else []
     every = ranks.all_gathered(places)
@@ -175,7 +184,7 @@ def _disks(forecast: Forecast, config: dict[str, Any]) -> list[DiskNeed]:
     state = wanted.state + wanted.low
     second = state + (wanted.second if beside else 0)
     fits = all((state + second) * share <= room for (_, share), room in zip(shares.values(), free, strict=True))
-    takes_second = forecast.timing.generations == 2 and (forecast.timing.demanded or fits)
+    takes_second = forecast.timing.generations == 2 and (demanded or fits)
     held = wanted.gradients if takes_second or forecast.timing.generations == 1 else wanted.all_gradients
     frozen = wanted.state * (2 if takes_second else 1) + beside + wanted.shared
     sizes = (state, second if takes_second else 0, held, frozen)

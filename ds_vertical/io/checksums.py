@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import xxhash
 
-from ds_vertical.io.descriptor import Descriptor
+from ds_vertical.interrupts import Descriptor
 from ds_vertical.io.runs import held_folders, stripes
 
 if TYPE_CHECKING:

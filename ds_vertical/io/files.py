@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ds_vertical.errors import StorageError
+from ds_vertical.interrupts import Descriptor
 from ds_vertical.io import remove_tree
-from ds_vertical.io.descriptor import Descriptor
 from ds_vertical.io.disk_errors import remedy
 from ds_vertical.io.runs import held_folders, stripes
 from ds_vertical.io.runs.held_folders import opened_folder

@@ -14,7 +14,7 @@ import stat
 from functools import partial
 from typing import Any, Final
 
-from ds_vertical.io.descriptor import Descriptor
+from ds_vertical.interrupts import Descriptor
 
 _LONGEST_NAME: Final = 255  # bytes of a file's name on Linux's file systems
 _KINDS: Final = (

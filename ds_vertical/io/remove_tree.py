@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from ds_vertical.io.descriptor import Descriptor
+from ds_vertical.interrupts import Descriptor
 
 FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _DEEPEST: Final = 100  # folders inside each other; each one takes a descriptor

@@ -240,7 +240,7 @@ def test_gradients_wait_in_host_memory_as_far_as_it_holds_them(tmp_path: Path) -
 def test_less_of_a_step_is_left_to_the_next_forward_where_host_memory_does_not_hold_what_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the budget's own formulas: to the byte, beside gradients in pairs and freed memory that is kept, down to none."""
+    """By the budget's own formulas: to the byte, with gradients added one by one and freed memory given back, down to none."""
     from ds_vertical.config.resolve import resolve
     from ds_vertical.config.section import load_section
     from ds_vertical.engine.autotune import choose_delay
@@ -266,8 +266,8 @@ def test_less_of_a_step_is_left_to_the_next_forward_where_host_memory_does_not_h
         loaded = load_section(made)
         assert loaded is not None
         forecast = forecast_of(made, replace(resolve(loaded), optimizer_delay=delay))
-        assert (forecast.terms.pairs, forecast.terms.keeps_freed) == (True, True)
-        return memory_budget.total_bytes(memory_budget.budget(forecast.shape, forecast.terms, forecast.further(7)), "host")
+        least = replace(forecast.terms, **memory_budget.LEAN)
+        return memory_budget.total_bytes(memory_budget.budget(forecast.shape, least, forecast.further(7)), "host")
 
     assert chosen(needed(0.25)) == (None, 0.25), "the rule"
     tried = {delay: needed(delay) for delay in (0.25, 0.2, 0.15, 0.1, 0.05, 0.0)}

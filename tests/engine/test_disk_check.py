@@ -17,10 +17,11 @@ from typing import Any
 import harness
 import pytest
 from faults import small_disk
-from harness import base_config, build_engine, running, small_buffers, start_process_group
+from harness import base_config, build_engine, dispose, running, small_buffers, start_process_group
 from models import MixerModel, token_batches
 from places import SUPPORT
 
+import ds_vertical.engine.api
 from ds_vertical.compat import zero_optimizer
 from ds_vertical.config.resolve import resolve
 from ds_vertical.config.section import load_section
@@ -277,3 +278,17 @@ def test_buffers_that_cannot_be_locked_are_refused_before_the_model_is_built(tmp
     done = subprocess.run([sys.executable, "-c", LITTLE_LOCKED, json.dumps(made)], capture_output=True, text=True, timeout=300)
     told = rf"MemoryBudgetError locked memory: .* need {6 * MIB} bytes, \d+ are allowed; raise the limit \(ulimit -l 6144\)"
     assert re.search(told, done.stdout), done.stdout + done.stderr
+
+
+def test_a_run_that_is_short_of_memory_gives_up_early_steps_where_the_disk_is_short_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No null is made a delay that would ask for them."""
+    monkeypatch.setenv("DS_VERTICAL_LIMITS", "")  # no plan
+    monkeypatch.setattr(ds_vertical.engine.api, "host_room", lambda *_: (1, 7))
+    folder = tmp_path / "short"
+    with small_disk(folder, 36 * MIB, monkeypatch):
+        engine, _ = build_engine(config_in(folder, params="cpu"), BUILD, vertical=True)
+        assert engine.optimizer.timing.delay == 1.0 and not engine.optimizer.timing.possible
+        dispose(engine)
+    assert "no early steps, for want of room" in capfd.readouterr().out

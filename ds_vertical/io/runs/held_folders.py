@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from ds_vertical.interrupts import Descriptor
 from ds_vertical.io import remove_tree
-from ds_vertical.io.descriptor import Descriptor
 from ds_vertical.io.regular_file import open_regular
 
 AnyPath = str | os.PathLike[str]

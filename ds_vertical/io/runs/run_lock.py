@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-from ds_vertical.io.descriptor import Descriptor
+from ds_vertical.interrupts import Descriptor
 from ds_vertical.io.regular_file import open_regular, parse_json
 from ds_vertical.io.runs.this_host import boot_id, is_of_this_host
 
