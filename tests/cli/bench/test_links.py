@@ -35,8 +35,9 @@ def test_ranks_of_one_host_have_links_of_their_own(
     assert "into a rank, from its host's others" in shown and "into a host" not in shown and f"written: {out}" in shown
     assert f": {links_path(1, 2, 'cpu')}\n" in shown
     assert kept_links(1, 2, "cpu") == links and kept_links(2, 1, "cpu") is None and kept_links(1, 2, "cuda") is None
-    links_path(1, 2, "cpu").write_text('{"links": {"no such key": 1.0}}')
-    assert kept_links(1, 2, "cpu") is None
+    for spoilt in ({"no such key": 1.0}, links | {"local_bytes_per_s": 0.0}):
+        links_path(1, 2, "cpu").write_text(json.dumps({"links": spoilt}))
+        assert kept_links(1, 2, "cpu") is None
 
 
 @pytest.mark.slow
