@@ -280,7 +280,8 @@ class Reading:
         """By name, for a monitor."""
         scalars = {"tokens_per_s": self.tokens_per_s, "step_s": self.step_s}
         if self.goal is not None and self.fraction is not None:
-            scalars[f"bound_fraction{'' if self.goal.whole else '_without_compute'}"] = self.fraction
+            missing = [name for name, known in (("compute", self.goal.whole), ("links", self.goal.with_links)) if not known]
+            scalars["bound_fraction" + ("_without_" + "_and_".join(missing) if missing else "")] = self.fraction
         return scalars | {f"{resource}_busy_share": share for resource, share in self.busy.items()}
 
 

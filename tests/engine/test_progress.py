@@ -406,7 +406,15 @@ def test_words_name_the_busiest_resource_only_where_every_one_is_told() -> None:
     assert part.words(all_told=False) == ["1.50 tokens/s", "last 4.00 s", "at least 50% of the bound", "bound by ssd_read"]
     assert replace(reading, goal=replace(goal, with_links=False)).words(all_told=True)[2] == "at least 50% of the bound"
     assert replace(reading, goal=None, fraction=None).words(all_told=False) == common[:2]
-    assert reading.scalars()["bound_fraction"] == part.scalars()["bound_fraction_without_compute"] == 0.5
+    for unknown, name in (
+        ({}, ""),
+        ({"whole": False}, "_without_compute"),
+        ({"with_links": False}, "_without_links"),
+        ({"whole": False, "with_links": False}, "_without_compute_and_links"),
+    ):
+        scalars = replace(reading, goal=replace(goal, **unknown)).scalars()
+        assert {key for key in scalars if "bound" in key} == {f"bound_fraction{name}"}
+        assert scalars[f"bound_fraction{name}"] == 0.5
 
 
 # ---- the line itself
