@@ -230,8 +230,8 @@ class Saved:
         self.digests.append([json.loads((run.out / f"kept{rank}.json").read_text()) for rank in range(4)])
 
     def check_runs_go_on(self, ranks: ForkedRanks) -> None:
-        """Each folder's last checkpoint loads with its digest on each rank of new processes, and the step behind it has the
-        bits of a run to which nothing has happened."""
+        """Each folder's last checkpoint loads with its digest on each rank of new processes, and the step behind the last
+        folder's has the bits of a run to which nothing has happened."""
         last = ranks.start([*LEVELS, "--load", *map(str, self.folders), "--steps", "1"], "last")
         assert last.wait() == 0, last.log()
         whole = ranks.start([*LEVELS, "--steps", "2"], "whole")
