@@ -38,7 +38,7 @@ from ds_vertical.io.runs import stripes
 from ds_vertical.model import batch as micro
 from ds_vertical.planner.bound import step_bound
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.network import knows_links
+from ds_vertical.planner.network import knows_links, with_pairs
 from ds_vertical.planner.run_record import Account, ExecutedStep, KeptRecord, RunInfo, Share
 from ds_vertical.schedule.events import Schedule
 from ds_vertical.schedule.trace import Tracer, now, union
@@ -147,6 +147,7 @@ class Goals:
     def __init__(self, engine: Any, report: Mapping[str, Any], tokens: int) -> None:
         self._facts = facts_of(engine, tokens)
         self._machine, self._with_links = with_links(Machine.from_dict(report), self._facts)
+        self._facts = self._facts.on(self._machine)
         if self._machine.one_memory != self._facts.one_memory:
             raise CostsError("the machine was measured with another accelerator; run `ds-vertical limits` again")
         self._rates = layer_rates(report, self._facts, getattr(engine.module, "config", None))
@@ -175,10 +176,10 @@ def with_links(machine: Machine, facts: RunInfo) -> tuple[Machine, bool]:
     network = facts.network
     if network is None:
         return machine, facts.num_shards == 1  # else hosts have unequal numbers of ranks
-    if not knows_links(machine, network):
+    if not knows_links(machine, with_pairs(network, machine)):
         links = kept_links(network.num_nodes, network.ranks_per_node, accelerator.device_name())
         machine = machine.with_links(links or {})
-    return machine, knows_links(machine, network)
+    return machine, knows_links(machine, with_pairs(network, machine))
 
 
 def layer_rates(report: Mapping[str, Any], facts: RunInfo, config: Any) -> Mapping[str, float]:

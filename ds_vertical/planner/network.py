@@ -191,6 +191,11 @@ class Network:
         return first + _hop("net_cross", across, across, 0.0 if first else rounded)
 
 
+def with_pairs(network: Network, machine: Machine) -> Network:
+    """The network with the pairs of a node that have a link of their own on this machine; see [Note: pairs]."""
+    return replace(network, pair_ranks=math.gcd(network.ranks_per_node, machine.net_pair_ranks or 1))
+
+
 def network_from_json(fields: Mapping[str, Any]) -> Network:
     """From `dataclasses.asdict` in JSON, which has no tuples."""
     return Network(**{**fields, "gradient_bytes": tuple(fields["gradient_bytes"])})

@@ -253,6 +253,7 @@ def test_the_bound_has_the_links_that_the_machine_or_the_cache_knows(tmp_path: P
     monkeypatch.setattr(progress, "kept_links", lambda *asked: kept.get(asked))
     said = REPORT | {"machine": REPORT["machine"] | {f"net_{name}": value * 10 for name, value in LINKS.items()}}
     found: list[Goal] = []
+    of_pairs: list[Goal] = []
 
     def look(engine: Any, step: int) -> None:
         alone = Goals(engine, REPORT, 22).of_step(44)
@@ -261,12 +262,18 @@ def test_the_bound_has_the_links_that_the_machine_or_the_cache_knows(tmp_path: P
             engine.network = network
             found.append(Goals(engine, report, 22).of_step(44))
         assert found[-1] == replace(alone, with_links=False)
+        for pair, local in ((1e3, 1e12), (1e12, 1e3)):
+            rates = {"net_pair_ranks": 2, "net_pair_bytes_per_s": pair, "net_local_bytes_per_s": local}
+            engine.network = Network(1, 2)
+            of_pairs.append(Goals(engine, REPORT | {"machine": REPORT["machine"] | rates}, 22).of_step(44))
         engine.network = None
 
     run_arm(ssd_state_config(tmp_path / "ssd"), build_model, token_batches(1, 2), vertical=True, between=look)
     measured, of_machine, unknown = found
     assert measured.with_links and of_machine.with_links and not unknown.with_links
     assert measured.resource == of_machine.resource == "net_cross"
+    assert all(goal.with_links for goal in of_pairs)
+    assert of_pairs[0].resource == "net_pair" and of_pairs[1].resource.startswith("ssd")
     assert measured.seconds == pytest.approx(10 * of_machine.seconds, rel=0.01)
     unequal = replace(FACTS, network=None, num_shards=3)
     assert not progress.with_links(Machine.from_dict(said), unequal)[1]
