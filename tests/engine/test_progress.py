@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import logging
+import platform
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -21,11 +22,13 @@ import torch
 from ab_runs import FACTS
 from harness import base_config, run_arm, small_buffers
 from models import token_batches
+from own_cache import own_cache
 from terminal import Terminal, terminal
 from tqdm import tqdm
 from user_calls import build_model, host_config, initialize
 
 from ds_vertical.engine import progress
+from ds_vertical.engine.machine_cache import keep_links
 from ds_vertical.engine.progress import WINDOW, BusyMeter, Goal, Goals, Pace, Reading, StatusLine, fit, layer_rates
 from ds_vertical.engine.run_log import facts_of
 from ds_vertical.io import contention
@@ -249,15 +252,21 @@ LINKS = {"local_bytes_per_s": 1e12, "cross_bytes_per_s": 1e3}
 
 def test_the_bound_has_the_links_that_the_machine_or_the_cache_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ranks on two hosts a byte between the hosts takes longest. Where nobody knows, the bound says so."""
-    kept: dict[tuple[int, int, str], dict[str, float]] = {(2, 2, "cpu"): LINKS}
-    monkeypatch.setattr(progress, "kept_links", lambda *asked: kept.get(asked))
+    for name, value in own_cache(tmp_path / "cache").items():
+        monkeypatch.setenv(name, value)
+    keep_links(LINKS, ["b", "a"], 2, "cpu")  # in any order
     said = REPORT | {"machine": REPORT["machine"] | {f"net_{name}": value * 10 for name, value in LINKS.items()}}
     found: list[Goal] = []
     of_pairs: list[Goal] = []
 
     def look(engine: Any, step: int) -> None:
         alone = Goals(engine, REPORT, 22).of_step(44)
-        assert alone.with_links and alone.resource.startswith("ssd")
+        assert alone.with_links and alone.resource.startswith("ssd") and engine.host_names == [platform.node()]
+        engine.host_names = ["a", "c"]
+        engine.network = Network(2, 2)
+        others = Goals(engine, REPORT, 22).of_step(44)
+        assert others == replace(alone, with_links=False), "they are kept of other hosts"
+        engine.host_names = ["a", "b"]
         for network, report in ((Network(2, 2), REPORT), (Network(2, 2), said), (Network(2, 3), REPORT)):
             engine.network = network
             found.append(Goals(engine, report, 22).of_step(44))
@@ -276,7 +285,7 @@ def test_the_bound_has_the_links_that_the_machine_or_the_cache_knows(tmp_path: P
     assert of_pairs[0].resource == "net_pair" and of_pairs[1].resource.startswith("ssd")
     assert measured.seconds == pytest.approx(10 * of_machine.seconds, rel=0.01)
     unequal = replace(FACTS, network=None, num_shards=3)
-    assert not progress.with_links(Machine.from_dict(said), unequal)[1]
+    assert not progress.with_links(Machine.from_dict(said), unequal, ["a", "b"])[1]
 
 
 def test_a_machine_of_another_kind_gives_no_bound(
