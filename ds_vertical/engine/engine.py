@@ -28,6 +28,7 @@ from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.engine.signals import Stopping
 from ds_vertical.engine.zero3.chunks import check_optimizer
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
+from ds_vertical.io.runs.this_host import host_id, host_names
 from ds_vertical.model.batch import LossFn
 from ds_vertical.model.compiled_blocks import refuse_engine_compile
 from ds_vertical.model.layers import LayerMap
@@ -96,7 +97,8 @@ class VerticalEngine(CallableEngine):
             self._loop, calls, self.self_check, has_heard=lambda: self._stopping.has_heard, snake=vertical.snake
         )
         calls.restore, calls.tear, calls.admit = three.restore, self.optimizer.condition.tear, three.admit
-        self.network = network_of(vertical.levels)
+        hosts = ranks.all_gathered(host_id())
+        self.network, self.host_names = network_of(vertical.levels, hosts), host_names(hosts)
         accelerator.log(f"ds_vertical: {assembly.describe(self._params)}")
 
     def _meter(self, folder: Path | None, elastic: ElasticCounts | None) -> Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import json
 import os
@@ -65,17 +66,24 @@ def keep_report(report: MeasuredReport, folder: str | os.PathLike[str]) -> Path:
     return _keep(report, report_path(folder))
 
 
-def keep_links(links: Mapping[str, float], num_hosts: int, ranks_per_host: int, device: str) -> Path:
-    """Put what `limits --links` has measured in place of the last of its kind, see `links_path`. Raises ConfigError."""
-    return _keep({"links": {**links}}, links_path(num_hosts, ranks_per_host, device))
+def keep_links(links: Mapping[str, float], hosts: Sequence[str], ranks_per_host: int, device: str) -> Path:
+    """Put what `limits --links` has measured between these hosts, by their names, in place of the last of its kind, see
+    `links_path`. Raises ConfigError."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    report = {"links": {**links}, "hosts": sorted(hosts), "date": date}
+    return _keep(report, links_path(len(hosts), ranks_per_host, device))
 
 
-def kept_links(num_hosts: int, ranks_per_host: int, device: str) -> dict[str, float] | None:
-    """What `keep_links` has kept, as `Machine.with_links` takes it; None where there is nothing that can be read."""
+def kept_links(hosts: Sequence[str], ranks_per_host: int, device: str) -> dict[str, float] | None:
+    """What `keep_links` has kept of these hosts, as `Machine.with_links` takes it; None where there is nothing that can be
+    read, or the links are those of other hosts."""
+    path = links_path(len(hosts), ranks_per_host, device)
     try:
-        return read_links(links_path(num_hosts, ranks_per_host, device))
-    except CostsError:
+        links = read_links(path)
+        measured = json.loads(path.read_text(encoding="utf-8")).get("hosts")
+    except (CostsError, OSError, ValueError):
         return None
+    return links if measured == sorted(hosts) else None
 
 
 def _keep(report: MeasuredReport, path: Path) -> Path:

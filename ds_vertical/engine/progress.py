@@ -38,7 +38,7 @@ from ds_vertical.io.runs import stripes
 from ds_vertical.model import batch as micro
 from ds_vertical.planner.bound import step_bound
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.network import knows_links
+from ds_vertical.planner.network import knows_links, with_pairs
 from ds_vertical.planner.run_record import Account, ExecutedStep, KeptRecord, RunInfo, Share
 from ds_vertical.schedule.events import Schedule
 from ds_vertical.schedule.trace import Tracer, now, union
@@ -146,7 +146,8 @@ class Goals:
 
     def __init__(self, engine: Any, report: Mapping[str, Any], tokens: int) -> None:
         self._facts = facts_of(engine, tokens)
-        self._machine, self._with_links = with_links(Machine.from_dict(report), self._facts)
+        self._machine, self._with_links = with_links(Machine.from_dict(report), self._facts, engine.host_names)
+        self._facts = self._facts.on(self._machine)
         if self._machine.one_memory != self._facts.one_memory:
             raise CostsError("the machine was measured with another accelerator; run `ds-vertical limits` again")
         self._rates = layer_rates(report, self._facts, getattr(engine.module, "config", None))
@@ -169,16 +170,16 @@ class Goals:
         return self._known[key]
 
 
-def with_links(machine: Machine, facts: RunInfo) -> tuple[Machine, bool]:
+def with_links(machine: Machine, facts: RunInfo, hosts: Sequence[str]) -> tuple[Machine, bool]:
     """The machine with the links between a run's ranks, where these are known: as the machine says, or else as `limits --links`
-    has kept them of such ranks. And whether they are known."""
+    has kept them of as many ranks on these hosts. And whether they are known."""
     network = facts.network
     if network is None:
         return machine, facts.num_shards == 1  # else hosts have unequal numbers of ranks
-    if not knows_links(machine, network):
-        links = kept_links(network.num_nodes, network.ranks_per_node, accelerator.device_name())
+    if not knows_links(machine, with_pairs(network, machine)):
+        links = kept_links(hosts, network.ranks_per_node, accelerator.device_name())
         machine = machine.with_links(links or {})
-    return machine, knows_links(machine, network)
+    return machine, knows_links(machine, with_pairs(network, machine))
 
 
 def layer_rates(report: Mapping[str, Any], facts: RunInfo, config: Any) -> Mapping[str, float]:
@@ -280,7 +281,8 @@ class Reading:
         """By name, for a monitor."""
         scalars = {"tokens_per_s": self.tokens_per_s, "step_s": self.step_s}
         if self.goal is not None and self.fraction is not None:
-            scalars[f"bound_fraction{'' if self.goal.whole else '_without_compute'}"] = self.fraction
+            missing = [name for name, known in (("compute", self.goal.whole), ("links", self.goal.with_links)) if not known]
+            scalars["bound_fraction" + ("_without_" + "_and_".join(missing) if missing else "")] = self.fraction
         return scalars | {f"{resource}_busy_share": share for resource, share in self.busy.items()}
 
 

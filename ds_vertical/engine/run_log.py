@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 
 from ds_vertical.compat import accelerator, zero_params
 from ds_vertical.distributed import ranks
-from ds_vertical.io.runs.this_host import host_id
 from ds_vertical.planner.network import Network
 from ds_vertical.planner.run_record import AccountWriter, ExecutedStep, RunInfo, Share
 from ds_vertical.types import LevelSettings, Tier
@@ -89,10 +89,9 @@ def facts_of(engine: Any, tokens: int) -> RunInfo:
     )
 
 
-def network_of(settings: LevelSettings) -> Network | None:
-    """How the ranks lie on hosts, and what their collectives have of levels. Collective. None for one rank, and for hosts that
-    have unequal numbers of ranks, of which `Network` knows nothing."""
-    hosts = ranks.all_gathered(host_id())
+def network_of(settings: LevelSettings, hosts: Sequence[str]) -> Network | None:
+    """How the ranks lie on hosts, and what their collectives have of levels. `hosts`: each rank's, see `host_id`. None for one
+    rank, and for hosts that have unequal numbers of ranks, of which `Network` knows nothing."""
     per_host = set(Counter(hosts).values())
     if len(hosts) == 1 or len(per_host) > 1:
         return None

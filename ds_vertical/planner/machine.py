@@ -19,6 +19,7 @@ _EVEN: Final = 0.5  # of the host cores, which a computation and collectives hav
 # What collectives take of the cores
 NET_CORES: Final = ("net_core_s_per_byte", "net_one_level_core_s_per_byte", "net_round_core_s_per_element")
 SHIPPED: Final = Path(__file__).resolve().parent / "machines"
+_PAIR_RANKS: Final = "pair_ranks"  # of links, the one that is a whole number
 _CAPACITIES: Final = {tier: f"{tier}_bytes" for tier in Tier}  # the keys of "capacity"
 
 
@@ -79,7 +80,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            self._check(each.name, getattr(self, each.name), each.default is None)
+            self.check_value(each.name, getattr(self, each.name), each.default is None)
         for lane in ("in", "out"):
             if not self.one_memory and getattr(self, f"copy_{lane}_bytes_per_s") is None:
                 raise refuse("machine", f"copy_{lane}_bytes_per_s", None, "bytes per second, or one_memory: true")
@@ -93,7 +94,8 @@ class Machine:
             raise refuse("machine", "adam_cores", self.adam_cores, f"at most host_cores, {self.host_cores}, or null")
 
     @staticmethod
-    def _check(key: str, value: object, optional: bool) -> None:
+    def check_value(key: str, value: object, optional: bool) -> None:
+        """Raise CostsError unless the field `key` takes the value."""
         if value is None and optional:
             return
         null = " or null" if optional else ""
@@ -142,7 +144,7 @@ class Machine:
 
     def with_links(self, links: Mapping[str, float]) -> Self:
         """This machine with what `ds-vertical limits --links` has measured. Raises CostsError naming the key."""
-        _refuse_unknown(links)
+        _refuse_links(links)
         return replace(self, **{f"net_{name}": value for name, value in links.items()})
 
     def shared(self, num_ranks: int) -> Self:
@@ -271,17 +273,21 @@ def read_profile(name: str) -> Profile:
     return Profile.from_dict(path.stem, report)
 
 
-def _refuse_unknown(links: Mapping[str, float]) -> None:
+def _refuse_links(links: Mapping[str, float]) -> None:
+    """Raise CostsError for a key that a machine has not, or a number that none has."""
     known = {each.name for each in fields(Machine)}
     if unknown := sorted(name for name in links if f"net_{name}" not in known):
         raise CostsError(f"links.{unknown[0]}: no such key; run `ds-vertical limits --links` again")
+    for name, value in links.items():
+        Machine.check_value(f"net_{name}", value, optional=False)
 
 
 def read_links(path: Path) -> dict[str, float]:
     """What a file of `ds-vertical limits --links --out` has measured, as `Machine.with_links` takes it. Raises CostsError."""
     try:
-        links = {name: float(value) for name, value in json.loads(path.read_text(encoding="utf-8"))["links"].items()}
-        _refuse_unknown(links)
+        found = json.loads(path.read_text(encoding="utf-8"))["links"].items()
+        links = {name: value if name == _PAIR_RANKS else float(value) for name, value in found}
+        _refuse_links(links)
         return links
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         advice = "write the path of a file of `ds-vertical limits --links --out`"

@@ -88,7 +88,7 @@ class Network:
     pair_ranks: int = 1
 
     def __post_init__(self) -> None:
-        for key in ("num_nodes", "ranks_per_node"):
+        for key in ("num_nodes", "ranks_per_node", "pair_ranks"):
             check_number("network", key, getattr(self, key), 1, "a whole number, 1 or more", whole=True)
         in_turn = ((self.w, self.ranks_per_node), (self.w, self.g), (self.g, self.num_ranks))
         whole_nodes = math.gcd(self.g, self.ranks_per_node) == min(self.g, self.ranks_per_node)
@@ -97,6 +97,8 @@ class Network:
                 f"network: copy_ranks {self.w} and sum_ranks {self.g} do not fit {self.num_nodes} nodes of"
                 f" {self.ranks_per_node} ranks; copy_ranks divides the other two, sum_ranks all ranks"
             )
+        if self.ranks_per_node % self.pair_ranks:
+            raise CostsError(f"network: pair_ranks {self.pair_ranks} does not divide the {self.ranks_per_node} ranks of a node")
 
     @property
     def w(self) -> int:
@@ -187,6 +189,11 @@ class Network:
         lane = "net_local" if near < width else _near_lane(self.pair_ranks, width * stride)
         first = _hop(lane, within, within * ranks, rounded)
         return first + _hop("net_cross", across, across, 0.0 if first else rounded)
+
+
+def with_pairs(network: Network, machine: Machine) -> Network:
+    """The network with the pairs of a node that have a link of their own on this machine; see [Note: pairs]."""
+    return replace(network, pair_ranks=math.gcd(network.ranks_per_node, machine.net_pair_ranks or 1))
 
 
 def network_from_json(fields: Mapping[str, Any]) -> Network:

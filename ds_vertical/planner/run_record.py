@@ -14,8 +14,9 @@ from typing import Any, Final, Literal, Self
 
 from ds_vertical.planner.closed_forms import Traffic, kept_layers, vertical_traffic
 from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint
+from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape, SufShape, state_read
-from ds_vertical.planner.network import Network, network_from_json
+from ds_vertical.planner.network import Network, network_from_json, with_pairs
 from ds_vertical.schedule.events import DELAYED, Op, Schedule
 from ds_vertical.types import HOLDING, PRE, SHARE_NAMES, SUF, ActivationPolicy, Placement, TensorKind, Tier, Unit
 
@@ -81,6 +82,10 @@ class RunInfo:
         """Of the elements that are stepped, the share that may be stepped early."""
         early, delayed = sum(self.early_elements.values()), sum(self.delayed_elements.values())
         return early / (early + delayed) if early + delayed else 0.0
+
+    def on(self, machine: Machine) -> RunInfo:
+        """The same with the machine's pairs of ranks, which a run does not know."""
+        return self if self.network is None else replace(self, network=with_pairs(self.network, machine))
 
     def _stepped(self, unit: Unit) -> int:
         """Elements of a unit that this rank steps where the schedule says."""

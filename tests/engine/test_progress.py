@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import logging
+import platform
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -21,11 +22,13 @@ import torch
 from ab_runs import FACTS
 from harness import base_config, run_arm, small_buffers
 from models import token_batches
+from own_cache import own_cache
 from terminal import Terminal, terminal
 from tqdm import tqdm
 from user_calls import build_model, host_config, initialize
 
 from ds_vertical.engine import progress
+from ds_vertical.engine.machine_cache import keep_links
 from ds_vertical.engine.progress import WINDOW, BusyMeter, Goal, Goals, Pace, Reading, StatusLine, fit, layer_rates
 from ds_vertical.engine.run_log import facts_of
 from ds_vertical.io import contention
@@ -249,27 +252,40 @@ LINKS = {"local_bytes_per_s": 1e12, "cross_bytes_per_s": 1e3}
 
 def test_the_bound_has_the_links_that_the_machine_or_the_cache_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ranks on two hosts a byte between the hosts takes longest. Where nobody knows, the bound says so."""
-    kept: dict[tuple[int, int, str], dict[str, float]] = {(2, 2, "cpu"): LINKS}
-    monkeypatch.setattr(progress, "kept_links", lambda *asked: kept.get(asked))
+    for name, value in own_cache(tmp_path / "cache").items():
+        monkeypatch.setenv(name, value)
+    keep_links(LINKS, ["b", "a"], 2, "cpu")  # in any order
     said = REPORT | {"machine": REPORT["machine"] | {f"net_{name}": value * 10 for name, value in LINKS.items()}}
     found: list[Goal] = []
+    of_pairs: list[Goal] = []
 
     def look(engine: Any, step: int) -> None:
         alone = Goals(engine, REPORT, 22).of_step(44)
-        assert alone.with_links and alone.resource.startswith("ssd")
+        assert alone.with_links and alone.resource.startswith("ssd") and engine.host_names == [platform.node()]
+        engine.host_names = ["a", "c"]
+        engine.network = Network(2, 2)
+        others = Goals(engine, REPORT, 22).of_step(44)
+        assert others == replace(alone, with_links=False), "they are kept of other hosts"
+        engine.host_names = ["a", "b"]
         for network, report in ((Network(2, 2), REPORT), (Network(2, 2), said), (Network(2, 3), REPORT)):
             engine.network = network
             found.append(Goals(engine, report, 22).of_step(44))
         assert found[-1] == replace(alone, with_links=False)
+        for pair, local in ((1e3, 1e12), (1e12, 1e3)):
+            rates = {"net_pair_ranks": 2, "net_pair_bytes_per_s": pair, "net_local_bytes_per_s": local}
+            engine.network = Network(1, 2)
+            of_pairs.append(Goals(engine, REPORT | {"machine": REPORT["machine"] | rates}, 22).of_step(44))
         engine.network = None
 
     run_arm(ssd_state_config(tmp_path / "ssd"), build_model, token_batches(1, 2), vertical=True, between=look)
     measured, of_machine, unknown = found
     assert measured.with_links and of_machine.with_links and not unknown.with_links
     assert measured.resource == of_machine.resource == "net_cross"
+    assert all(goal.with_links for goal in of_pairs)
+    assert of_pairs[0].resource == "net_pair" and of_pairs[1].resource.startswith("ssd")
     assert measured.seconds == pytest.approx(10 * of_machine.seconds, rel=0.01)
     unequal = replace(FACTS, network=None, num_shards=3)
-    assert not progress.with_links(Machine.from_dict(said), unequal)[1]
+    assert not progress.with_links(Machine.from_dict(said), unequal, ["a", "b"])[1]
 
 
 def test_a_machine_of_another_kind_gives_no_bound(
@@ -406,7 +422,15 @@ def test_words_name_the_busiest_resource_only_where_every_one_is_told() -> None:
     assert part.words(all_told=False) == ["1.50 tokens/s", "last 4.00 s", "at least 50% of the bound", "bound by ssd_read"]
     assert replace(reading, goal=replace(goal, with_links=False)).words(all_told=True)[2] == "at least 50% of the bound"
     assert replace(reading, goal=None, fraction=None).words(all_told=False) == common[:2]
-    assert reading.scalars()["bound_fraction"] == part.scalars()["bound_fraction_without_compute"] == 0.5
+    for unknown, name in (
+        ({}, ""),
+        ({"whole": False}, "_without_compute"),
+        ({"with_links": False}, "_without_links"),
+        ({"whole": False, "with_links": False}, "_without_compute_and_links"),
+    ):
+        scalars = replace(reading, goal=replace(goal, **unknown)).scalars()
+        assert {key for key in scalars if "bound" in key} == {f"bound_fraction{name}"}
+        assert scalars[f"bound_fraction{name}"] == 0.5
 
 
 # ---- the line itself

@@ -459,6 +459,12 @@ def test_what_a_plan_says_of_levels_is_read_back() -> None:
     assert "levels.gradients 4" in difference(replace(choice, levels=LevelChoice(2, 2, 0.5, True)), choice)
 
 
+@pytest.mark.parametrize("pairs", [0, -2, 3, 2.0])
+def test_pairs_that_do_not_divide_a_node_are_refused(pairs: Any) -> None:
+    with pytest.raises(CostsError, match="pair_ranks"):
+        Network(2, 4, pair_ranks=pairs)
+
+
 def test_links_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     broken = tmp_path / "links.json"
     for text in ("", "[]", '{"links": 3}', '{"links": {"cross_bytes_per_s": "fast"}}'):
@@ -467,5 +473,12 @@ def test_links_that_cannot_be_read_are_named(tmp_path: Path) -> None:
             read_links(broken)
     broken.write_text(json.dumps({"links": LINKS}))
     assert MACHINE.with_links(read_links(broken)) == replace(MACHINE, **{f"net_{name}": each for name, each in LINKS.items()})
+    pair = {"pair_ranks": 2, "pair_bytes_per_s": 8000, "pair_latency_s": 0.5}
+    broken.write_text(json.dumps({"links": pair}))
+    assert MACHINE.with_links(read_links(broken)) == PAIRS
+    for name, value in {"cross_bytes_per_s": 0, "local_bytes_per_s": -1.0, "cross_latency_s": -1e-6, "pair_ranks": 2.5}.items():
+        broken.write_text(json.dumps({"links": LINKS | {name: value}}))
+        with pytest.raises(CostsError, match=f"net_{name}: got {value}"):
+            read_links(broken)
     with pytest.raises(CostsError, match="links.speed: no such key"):
         MACHINE.with_links({"speed": 1.0})

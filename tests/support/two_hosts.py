@@ -118,8 +118,12 @@ class ForkedRun:
         said: list[str] = []
         for rank in range(len(self._pids)):
             name = NAMES[rank // self._ranks.ranks_per_host]
-            said += [f"{name}: {line}" for line in (self.out / f"log{rank}").read_text(errors="replace").splitlines()]
+            said += [f"{name}: {line}" for line in self.log_of(rank).splitlines()]
         return "\n".join(said)
+
+    def log_of(self, rank: int) -> str:
+        """What a rank has said."""
+        return (self.out / f"log{rank}").read_text(errors="replace")
 
     def left(self, host: int) -> list[int]:
         """The ranks of a host that have not ended."""

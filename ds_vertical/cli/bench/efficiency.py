@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -45,6 +45,10 @@ class Ran:
 
     run: Run
     account: Account
+
+    def on(self, machine: Machine) -> Ran:
+        """The same with the machine's pairs of ranks."""
+        return replace(self, account=replace(self.account, facts=self.account.facts.on(machine)))
 
     def counted(self) -> list[tuple[ExecutedStep, int, int, float]]:
         """Each step but the first, with the bytes that all ranks read and wrote, and the slowest rank's seconds."""
@@ -131,6 +135,7 @@ Reports = Mapping[int, Sequence[Report]]  # ahead of and after the vertical run,
 def figures(every: Sequence[Ran], reports: Reports, stock: ArmSummary | None, out: Path) -> JsonObject:
     """All figures, for ab.json. Raises CostsError for reports without the rates."""
     conditions = {repeat: Conditions(found) for repeat, found in reports.items()}
+    every = [each.on(conditions[min(conditions)].machine) for each in every]
     ran, traced = [each for each in every if not each.run.traced], [each for each in every if each.run.traced]
     measured = median(seconds for each in ran for *_, seconds in each.counted())
     bounds = {each.run.repeat: _bounds(each, conditions[each.run.repeat]) for each in ran}

@@ -27,7 +27,7 @@ from ds_vertical.distributed.topology import Level, Topology, topology_of
 from ds_vertical.engine.machine_cache import keep_links
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.host import keep_freed_memory
-from ds_vertical.io.runs.this_host import host_id
+from ds_vertical.io.runs.this_host import host_id, host_names
 
 _TINY_ROUNDS: Final = 20
 _KEPT: Final = 8  # times what is gathered
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = list(dict.fromkeys(host.partition(" ")[0] for host in hosts))
     found = {"links": links, "hosts": names, "ranks_per_host": topology.pair, "device": device_name()}
     if links and not options.no_keep and ranks.rank() == 0:
-        found |= {"kept": _kept(links, len({*hosts}), topology.pair)}
+        found |= {"kept": _kept(links, host_names(hosts), topology.pair)}
     _say(RESULT + json.dumps(found))
     ranks.is_true_on_all_ranks(True)  # nobody leaves before all have measured
     return 0
@@ -68,10 +68,10 @@ def _say(line: str) -> None:
         print(f"\n{line}", flush=True)
 
 
-def _kept(links: dict[str, float], num_hosts: int, ranks_per_host: int) -> str:
+def _kept(links: dict[str, float], hosts: Sequence[str], ranks_per_host: int) -> str:
     """Where this host's user has the links now, or why they are not kept."""
     try:
-        return str(keep_links(links, num_hosts, ranks_per_host, device_name()))
+        return str(keep_links(links, hosts, ranks_per_host, device_name()))
     except ConfigError as error:
         return f"nowhere: {error}"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -29,7 +28,7 @@ from ds_vertical.planner.candidate import Candidate, into_node_bytes, most_micro
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
 from ds_vertical.planner.machine import Profile, read_links
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of, without_frozen
-from ds_vertical.planner.network import Network
+from ds_vertical.planner.network import Network, with_pairs
 from ds_vertical.planner.search import Plan, PlanError, Task, choose
 from ds_vertical.types import TensorKind, Tier, TierBytes, per_tier
 
@@ -117,8 +116,8 @@ def _planned(options: argparse.Namespace) -> JsonObject:
     whole = _linked(_profile(options), options)
     ranks = options.nodes * options.num_ranks
     levels = options.nodes > 1 and options.num_ranks > 1 and (whole.machine.one_memory or options.assume_levels)
-    pairs = math.gcd(options.num_ranks, whole.machine.net_pair_ranks or 1)
-    network = Network(options.nodes, options.num_ranks, levels, reduces_twice=whole.machine.one_memory, pair_ranks=pairs)
+    network = Network(options.nodes, options.num_ranks, levels, reduces_twice=whole.machine.one_memory)
+    network = with_pairs(network, whole.machine)
     machine = replace(whole, machine=whole.machine.shared(options.num_ranks))
     spec, fields = _spec(options)
     task = Task(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,11 @@ def boot_id() -> str:
 def host_id() -> str:
     """This host among those of a job: name and boot. Containers of one kernel differ in the name."""
     return f"{socket.gethostname()} {boot_id()}"
+
+
+def host_names(hosts: Iterable[str]) -> list[str]:
+    """The name of each host among the ids of all ranks' hosts, see `host_id`; hosts may have one name."""
+    return [host.partition(" ")[0] for host in dict.fromkeys(hosts)]
 
 
 def is_of_this_host(fd: int) -> bool:

@@ -223,6 +223,18 @@ def test_a_slow_link_is_the_bound_of_a_run_on_two_hosts(tmp_path: Path) -> None:
     assert efficiency.figures([each], {0: [REPORT]}, None, Path("unused"))["resource"] != "net_cross"
 
 
+def test_a_pairs_hop_is_on_its_own_link_in_the_bound_of_a_run() -> None:
+    """A run's account knows no pairs: the machine's file does."""
+    steps = (ExecutedStep(1, AFTER_NORM, "delayed"), ExecutedStep(2, AFTER_NORM, "delayed"))
+    each = ran(*steps, network=Network(1, 2, reduces_twice=True), num_shards=2)
+    found = []
+    for pair, local in ((100.0, 1e12), (1e12, 100.0)):
+        links = {"pair_ranks": 2, "pair_bytes_per_s": pair, "local_bytes_per_s": local}
+        report = efficiency.add_links(REPORT, links)
+        found.append(efficiency.figures([each], {0: [report]}, None, Path("unused"))["resource"])
+    assert found[0] == "net_pair" and not found[1].startswith("net_")
+
+
 @pytest.mark.parametrize(("one_memory", "held"), [(True, 750), (False, 150)])
 def test_what_is_kept_in_memory_is_no_overrun_of_the_formula(one_memory: bool, held: int) -> None:
     """The formula is of the start, ahead of any forward. On the device it is the host's where the two are one memory."""

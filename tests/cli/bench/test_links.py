@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -34,9 +36,14 @@ def test_ranks_of_one_host_have_links_of_their_own(
     shown = capfd.readouterr().out
     assert "into a rank, from its host's others" in shown and "into a host" not in shown and f"written: {out}" in shown
     assert f": {links_path(1, 2, 'cpu')}\n" in shown
-    assert kept_links(1, 2, "cpu") == links and kept_links(2, 1, "cpu") is None and kept_links(1, 2, "cuda") is None
-    links_path(1, 2, "cpu").write_text('{"links": {"no such key": 1.0}}')
-    assert kept_links(1, 2, "cpu") is None
+    here = [platform.node()]
+    assert kept_links(here, 2, "cpu") == links
+    assert kept_links([*here, "b"], 1, "cpu") is None and kept_links(here, 2, "cuda") is None
+    kept = json.loads(links_path(1, 2, "cpu").read_text())
+    assert kept["hosts"] == here and datetime.datetime.fromisoformat(kept["date"]) <= datetime.datetime.now(datetime.UTC)
+    for spoilt in ({"no such key": 1.0}, links | {"local_bytes_per_s": 0.0}):
+        links_path(1, 2, "cpu").write_text(json.dumps(kept | {"links": spoilt}))
+        assert kept_links(here, 2, "cpu") is None
 
 
 @pytest.mark.slow
