@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -345,8 +345,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, begun: l
     forecast_of = partial(Forecast, layers, groups, config)
     room = host_room(model.parameters(), resolved.host_memory_bytes)
     report = _slowest_report(config)
-    if disk_check.holds_second(forecast_of(resolved), config):
-        resolved = choose_delay(section, resolved, forecast_of, spared(room))
+    resolved = _with_delay(section, resolved, forecast_of, config, room)
     resolved = choose_all(section, resolved, forecast_of, model, report, room)
     resolved, planner = open_choice(KeepPlanner(forecast := forecast_of(resolved).paired(room), resolved, report, *room))
     disk_check.limit_ahead(forecast, config, resolved)
@@ -363,6 +362,18 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, begun: l
         returned = compat_engine.stock_initialize(config=prepared, **kwargs)
     write_full_weights(returned[0])
     return returned
+
+
+def _with_delay(
+    section: VerticalConfig,
+    resolved: RunSettings,
+    forecast_of: Callable[[RunSettings], Forecast],
+    config: dict[str, Any],
+    room: tuple[int, int],
+) -> RunSettings:
+    """`resolved` as `choose_delay` has it, where the SSD holds what early steps need: else they may be given up. Collective."""
+    holds_second = disk_check.holds_second(forecast_of(resolved), config)
+    return choose_delay(section, resolved, forecast_of, spared(room)) if holds_second else resolved
 
 
 def _budget_of(forecast: Forecast, host_bytes: int, left: int, planner: KeepPlanner | None, is_limited: bool) -> HostBudget:
