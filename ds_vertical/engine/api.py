@@ -26,7 +26,7 @@ from ds_vertical.config.cross_check import check, refuse_unfilled
 from ds_vertical.config.file import DeepSpeedJson, num_micro_batches, read_config
 from ds_vertical.config.levels import move_levels
 from ds_vertical.config.resolve import explain, resolve
-from ds_vertical.config.section import SECTION, load_section
+from ds_vertical.config.section import SECTION, VerticalConfig, load_section
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.elastic import ElasticCounts, open_elastic
 from ds_vertical.distributed.unit_levels import refuse_levels
