@@ -368,7 +368,7 @@ def _with_delay(
     section: VerticalConfig,
     resolved: RunSettings,
     forecast_of: Callable[[RunSettings], Forecast],
-    config: dict[str, Any],
+    config: DeepSpeedJson,
     room: tuple[int, int],
 ) -> RunSettings:
     """`resolved` as `choose_delay` has it, where the SSD holds what early steps need: else they may be given up. Collective."""
