@@ -1,12 +1,13 @@
 """What two halves a step do to the loss: the same run with exact steps, with `acco`, and with a delay of one step (DPU).
 
-    python benchmarks/acco_loss.py [--steps 300] [--seeds 0,1,2] [--arms exact,acco,dpu] [--model gpt_13m]
+    python benchmarks/acco_loss.py [--steps 300] [--seeds 0,1,2] [--arms exact,acco,dpu] [--model gpt_13m] [--jobs 1]
 
 Each arm trains on four ranks of this machine, with the same text, micro-batches and seeds. So all arms have summed as many
 gradients at each step. The figure of an arm is its held-out loss at the end over that of "exact", by seed. "dpu" is the delayed
 update of ZeRO-Offload, as `delayed_steps.py` has it: each step is taken with the gradients of the weights before the last step.
 Writes benchmarks/acco/MODEL_STEPS.json with the held-out losses as soon as a run has ended. The same command goes on with the
-runs that are missing there. Other work on the machine changes nothing but the time.
+runs that are missing there. Other work on the machine changes nothing but the time, so that with `--jobs` several runs train
+beside each other: of four ranks each, and some 4 GB.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,16 +46,27 @@ def build_config(source: Path, arm: str, micro_batches: int) -> dict[str, Any]:
     return config | own
 
 
-def train(config: Path, out: Path, arm: str, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def free_ports(count: int) -> list[int]:
+    """Ports of this host that nobody has; all of them at once, so that no two are the same."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def train(config: Path, out: Path, arm: str, seed: int, port: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The held-out losses of one run, by step. Raises RuntimeError with the end of its output."""
     words = ["--model", options.model, "--steps", str(options.steps), "--eval-every", str(options.eval_every)]
     words += ["--seq", str(options.tokens), "--eval-batches", "32", "--seed", str(seed), "--out", str(out)]
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull]
-    launcher += ["--num_accelerators", str(NUM_RANKS), str(ARMS[arm][1]), "--deepspeed_config", str(config)]
+    launcher += ["--num_accelerators", str(NUM_RANKS), "--master_port", str(port)]
+    launcher += [str(ARMS[arm][1]), "--deepspeed_config", str(config)]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
-    log = out.with_suffix(".log")
+    packages = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": threads, "PYTHONPATH": packages}
+    log = Path(f"{out}.log")
     with log.open("wb") as sink:
         status = subprocess.run([*launcher, *words], env=environment, stdout=sink, stderr=subprocess.STDOUT).returncode
     if status:
@@ -73,7 +87,7 @@ def summary(losses: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Trains what is missing, one run after the other; returns 0 where all ratios are as required."""
+    """Trains what is missing, `--jobs` runs at a time; returns 0 where all ratios are as required."""
     from commits import made_of
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,20 +98,28 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64, help="of a micro-batch")
     parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0, 1, 2])
     parser.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS), help="with exact among them")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     options = parser.parse_args()
     settings = {name: getattr(options, name) for name in ("model", "steps", "eval_every", "micro_batches", "tokens")}
     path = ROOT / "benchmarks" / "acco" / f"{options.model}_{options.steps}.json"
     losses = recorded(path, settings)
-    with tempfile.TemporaryDirectory(prefix="ds_vertical.loss.") as folder:
-        for seed, arm in ((seed, arm) for seed in options.seeds for arm in options.arms if f"{arm}.{seed}" not in losses):
+    missing = [(arm, seed) for seed in options.seeds for arm in options.arms if f"{arm}.{seed}" not in losses]
+    with tempfile.TemporaryDirectory(prefix="ds_vertical.loss.") as folder, ThreadPoolExecutor(options.jobs) as pool:
+        runs = {}
+        for (arm, seed), port in zip(missing, free_ports(len(missing)), strict=True):
             run, config = f"{arm}.{seed}", Path(folder, f"{arm}.{seed}.json")
             made = build_config(ROOT / "configs" / f"{options.model}_cpu.json", arm, options.micro_batches)
             config.write_text(json.dumps(made))
-            losses[run] = train(config, Path(folder, run), arm, seed, options)
-            print(f"{run}: " + ", ".join(f"{each['loss']:.4f} at {each['step']}" for each in losses[run]), flush=True)
-            path.parent.mkdir(exist_ok=True)
-            record = {**made_of(), "settings": settings, "held_out": losses, **summary(losses)}
-            path.write_text(json.dumps(record, indent=2) + "\n")
+            runs[pool.submit(train, config, Path(folder, run), arm, seed, port, options)] = run
+        for ended in as_completed(runs):
+            if ended.exception() is None:
+                losses[runs[ended]] = last = ended.result()
+                print(f"{runs[ended]}: " + ", ".join(f"{each['loss']:.4f} at {each['step']}" for each in last), flush=True)
+                path.parent.mkdir(exist_ok=True)
+                record = {**made_of(), "settings": settings, "held_out": losses, **summary(losses)}
+                path.write_text(json.dumps(record, indent=2) + "\n")
+    for each in runs:
+        each.result()  # raises what has ended a run, once the others have been recorded
     found = summary(losses)
     print(json.dumps(found), f"recorded: {path}")
     return 0 if all(found["met"].values()) else 1
