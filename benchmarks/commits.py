@@ -41,7 +41,9 @@ def checked_out(what: str, scratch: Path) -> Iterator[Path]:
 
 
 def describe(checkout: Path) -> dict[str, Any]:
-    """The checkout's commit, and whether its package differs from it."""
+    """The checkout's commit, and whether its package differs from it; both are None in a copy without its history."""
+    if not (checkout / ".git").exists():
+        return {"commit": None, "changed": None}
     changed = _git(checkout, "status", "--porcelain", "--", "ds_vertical")
     return {"commit": _git(checkout, "rev-parse", "--short=12", "HEAD"), "changed": bool(changed)}
 
