@@ -1,12 +1,14 @@
 """What two halves a step do to the loss: the same run with exact steps, with `acco`, and with a delay of one step (DPU).
 
-    python benchmarks/acco_loss.py [--steps 300] [--seeds 0,1,2] [--arms exact,acco,dpu] [--model gpt_13m] [--jobs 1]
+    python benchmarks/acco_loss.py [--steps 300] [--seeds 0,1,2] [--arms exact,acco,dpu] [--lr 6e-4] [--jobs 1]
 
 Each arm trains on four ranks of this machine, with the same text, micro-batches and seeds. So all arms have summed as many
 gradients at each step. The figure of an arm is its held-out loss at the end over that of "exact", by seed. "dpu" is the delayed
 update of ZeRO-Offload, as `delayed_steps.py` has it: each step is taken with the gradients of the weights before the last step.
-Writes benchmarks/acco/MODEL_STEPS.json with the held-out losses as soon as a run has ended. The same command goes on with the
-runs that are missing there. Other work on the machine changes nothing but the time, so that with `--jobs` several runs train
+What a delay does grows with the learning rate: 6e-4 is that of ACCO's own runs. Its warm-up takes a tenth of the steps.
+
+Writes benchmarks/acco/MODEL_STEPS_lrRATE.json with the held-out losses as soon as a run has ended. The same command goes on with
+the runs that are missing there. Other work on the machine changes nothing but the time, so that with `--jobs` several runs train
 beside each other: of four ranks each, and some 4 GB.
 """
 
@@ -36,14 +38,17 @@ ARMS: Final[dict[str, tuple[dict[str, Any], Path]]] = {  # by name: what the sec
 MOST: Final = {"acco": 1.01}  # held-out loss over that of "exact", as required; "dpu" is shown beside it
 
 
-def build_config(source: Path, arm: str, micro_batches: int) -> dict[str, Any]:
+def build_config(source: Path, arm: str, options: argparse.Namespace) -> dict[str, Any]:
     """The JSON of an arm: one sequence to a micro-batch, all in host memory."""
     config = json.loads(source.read_text())
+    config["optimizer"]["params"]["lr"] = options.lr
+    warm_up = {"warmup_min_lr": options.lr / 10, "warmup_max_lr": options.lr, "warmup_num_steps": max(2, options.steps // 10)}
+    config["scheduler"]["params"] |= warm_up
     zero = config["zero_optimization"]
     zero |= {name: {"device": "cpu", "pin_memory": False} for name in ("offload_param", "offload_optimizer")}
     section = config["vertical_schedule"] | ARMS[arm][0]
-    own = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches, "vertical_schedule": section}
-    return config | own
+    own = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": options.micro_batches}
+    return config | own | {"vertical_schedule": section}
 
 
 def free_ports(count: int) -> list[int]:
@@ -96,19 +101,20 @@ def main() -> int:
     parser.add_argument("--eval-every", type=int, default=50)
     parser.add_argument("--micro-batches", type=int, default=4, help="of a step, on each rank")
     parser.add_argument("--tokens", type=int, default=64, help="of a micro-batch")
+    parser.add_argument("--lr", type=float, default=6e-4, help="learning rate, behind the warm-up")
     parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0, 1, 2])
     parser.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS), help="with exact among them")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     options = parser.parse_args()
-    settings = {name: getattr(options, name) for name in ("model", "steps", "eval_every", "micro_batches", "tokens")}
-    path = ROOT / "benchmarks" / "acco" / f"{options.model}_{options.steps}.json"
+    settings = {name: getattr(options, name) for name in ("model", "steps", "eval_every", "micro_batches", "tokens", "lr")}
+    path = ROOT / "benchmarks" / "acco" / f"{options.model}_{options.steps}_lr{options.lr:g}.json"
     losses = recorded(path, settings)
     missing = [(arm, seed) for seed in options.seeds for arm in options.arms if f"{arm}.{seed}" not in losses]
     with tempfile.TemporaryDirectory(prefix="ds_vertical.loss.") as folder, ThreadPoolExecutor(options.jobs) as pool:
         runs = {}
         for (arm, seed), port in zip(missing, free_ports(len(missing)), strict=True):
             run, config = f"{arm}.{seed}", Path(folder, f"{arm}.{seed}.json")
-            made = build_config(ROOT / "configs" / f"{options.model}_cpu.json", arm, options.micro_batches)
+            made = build_config(ROOT / "configs" / f"{options.model}_cpu.json", arm, options)
             config.write_text(json.dumps(made))
             runs[pool.submit(train, config, Path(folder, run), arm, seed, port, options)] = run
         for ended in as_completed(runs):
