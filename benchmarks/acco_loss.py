@@ -7,9 +7,9 @@ gradients at each step. The figure of an arm is its held-out loss at the end ove
 update of ZeRO-Offload, as `delayed_steps.py` has it: each step is taken with the gradients of the weights before the last step.
 What a delay does grows with the learning rate: 6e-4 is that of ACCO's own runs. Its warm-up takes a tenth of the steps.
 
-Writes benchmarks/acco/MODEL_STEPS_lrRATE.json with the held-out losses as soon as a run has ended. The same command goes on with
-the runs that are missing there. Other work on the machine changes nothing but the time, so that with `--jobs` several runs train
-beside each other: of four ranks each, and some 4 GB.
+Writes benchmarks/acco/MODEL_STEPS_lrRATE.json with the held-out losses as soon as a run has ended. The same command goes on
+with the runs that are missing there. Other work on the machine changes nothing but the time, so that with `--jobs` several runs
+train beside each other: of four ranks each, and some 4 GB.
 """
 
 from __future__ import annotations

@@ -83,6 +83,7 @@ def main() -> int:
     told = f"{waits.total()} waits of the host" if is_on_gpu() else "not watched (no CUDA): waits of the host"
     print(f"{told} in a step of {shape.num_hidden_layers} layers and {count} micro-batches")
     engine.destroy()
+    torch.distributed.destroy_process_group()
     return 0
 
 

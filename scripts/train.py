@@ -277,6 +277,7 @@ def main() -> None:
     del zero_init
     if path is not None:
         print(line, flush=True)
+    dist.destroy_process_group()  # torch's destructor would, as Python ends: on a GPU such a process may never end
 
 
 if __name__ == "__main__":

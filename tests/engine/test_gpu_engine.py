@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import forks
 import pytest
 import torch
+from gpu_worker import LIMIT_S
 from harness import base_config
 from late_worker import CASES, COMPILED
 from places import ROOT, SUPPORT
@@ -34,9 +36,35 @@ def run(folder: Path, device: str, *words: object) -> str:
     if device == "cpu":
         done = forks.run(folder, command, environment, timeout=280, engine=True)
     else:
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+        done = run_on_device(command, environment, folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
+
+
+def run_on_device(command: list[str], environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """One that does not end is ended, and what its threads wait for in the kernel is told behind what it has printed."""
+    process = subprocess.Popen(
+        command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        printed, errors = process.communicate(timeout=LIMIT_S + 20)
+        told = ""
+    except subprocess.TimeoutExpired:
+        told = "\n".join(f"{path.parent.name} {path.read_text().strip()}" for path in threads_of(process.pid, "comm", "wchan"))
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, errors = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, printed, f"{errors}\n{told}")
+
+
+def threads_of(pid: int, *files: str) -> list[Path]:
+    return [each / name for each in sorted(Path(f"/proc/{pid}/task").iterdir()) for name in files]
+
+
+def test_a_process_that_never_ends_is_ended_and_tells_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "LIMIT_S", -19)
+    done = run_on_device([sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"], {}, tmp_path)
+    assert done.returncode == -signal.SIGKILL and done.stdout == "begun\n"
+    assert "python" in done.stderr and "nanosleep" in done.stderr
 
 
 def run_cases(folder: Path, device: str, *cases: dict[str, Any]) -> list[dict[str, Any]]:
