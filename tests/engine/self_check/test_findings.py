@@ -8,9 +8,8 @@ loss (2), state of a forward on modules, in lists and in context objects (3), st
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -63,7 +62,7 @@ from torch import nn
 
 from ds_vertical.engine.self_check.check import SelfCheckError
 from ds_vertical.model import recorded_blocks
-from ds_vertical.model.state.block_state import BlockState
+from ds_vertical.model.state.block_state import BlockState, FoundElements
 from ds_vertical.model.state.tracks import LearnedState, Track
 from ds_vertical.model.thread_state import ThreadState
 
@@ -83,25 +82,15 @@ def all_state(_: pytest.MonkeyPatch, engine: Any) -> None:
     engine._state.learned.handled = False
 
 
-def boundaries(patch: pytest.MonkeyPatch, _: Any) -> None:
-    """A tensor with gradient that a block finds in state is no input of it: no twin stands for it."""
-    patch.setattr(BlockState, "inputs", lambda self: [])
-
-
 def versions(patch: pytest.MonkeyPatch, _: Any) -> None:
     """A forward that goes on finds in modules what the forward before it has left there."""
     patch.setattr(Track, "version", lambda self, micro_batch: self.installed)
 
 
 def recompute(patch: pytest.MonkeyPatch, _: Any) -> None:
-    """A block's recompute finds in modules what is there then, and leaves there what it changes."""
-
-    @contextlib.contextmanager
-    def replayed(self: BlockState, twins: dict[int, torch.Tensor]) -> Iterator[Callable[[], None]]:
-        self.lend(twins)
-        yield lambda: None
-
-    patch.setattr(BlockState, "replayed", replayed)
+    """A block's recompute finds in modules what is there then, not what its call found."""
+    patch.setattr(BlockState, "_install", lambda self, held: None)
+    patch.setattr(FoundElements, "restore", lambda self: [])
 
 
 def streams(patch: pytest.MonkeyPatch, _: Any) -> None:
@@ -147,7 +136,7 @@ def gemma(family: Family, shared: int, number: int) -> Case:
     name = f"{family.name}-{shared}-shared-M{number}"
     batches = partial(lambda: family.batches(1, number)[0])
     words = of_layers(f"{BACKWARD}|{GRADIENT}", r"model\.layers")
-    return Case(1, family.builder(), boundaries, words, steps=batches, name=name)
+    return Case(1, family.builder(), all_state, words, steps=batches, name=name)
 
 
 def kept_by_a_hook(where: str, detached: bool) -> Case:
@@ -156,21 +145,21 @@ def kept_by_a_hook(where: str, detached: bool) -> Case:
 
 
 CASES = [
-    Case(1, SharedUserDict, boundaries, BACKWARD + "|" + GRADIENT, fast=True),
-    Case(1, SharedUserDict, boundaries, BACKWARD + "|" + GRADIENT, steps=lambda: equal_lengths()[:1], name="M1"),
-    *(Case(1, case, boundaries, BACKWARD + "|" + GRADIENT) for case in (SharedDict, SharedDataclass, SharedList, LastReads)),
-    Case(1, KeysInAContext, boundaries, BACKWARD + "|" + GRADIENT, fast=True),
+    Case(1, SharedUserDict, all_state, BACKWARD + "|" + GRADIENT, fast=True),
+    Case(1, SharedUserDict, all_state, BACKWARD + "|" + GRADIENT, steps=lambda: equal_lengths()[:1], name="M1"),
+    *(Case(1, case, all_state, BACKWARD + "|" + GRADIENT) for case in (SharedDict, SharedDataclass, SharedList, LastReads)),
+    Case(1, KeysInAContext, all_state, BACKWARD + "|" + GRADIENT, fast=True),
     *(gemma(family, shared, number) for family in GEMMAS for shared in (1, 2) for number in (1, 2)),
     *(kept_by_a_hook(where, detached) for where in ("dict", "list", "attribute") for detached in (False, True)),
-    Case(3, MaskOnBlocks, versions, OUTPUT),
+    Case(3, MaskOnBlocks, all_state, OUTPUT),
     Case(3, PlainMask, versions, OUTPUT, fast=True),
     Case(3, ForTheSuffix, versions, LOSS, fast=True),
     Case(3, PlainStatistics, versions, LOSS, fast=True),
     Case(3, BufferThroughParent, versions, LOSS),
-    Case(3, GlobalList, versions, LOSS),
+    Case(3, GlobalList, all_state, LOSS),
     Case(3, GlobalNumbers, versions, LOSS),
     Case(3, ContextGain, versions, OUTPUT),
-    Case(3, SharedContext, versions, OUTPUT),
+    Case(3, SharedContext, all_state, OUTPUT),
     *(Case(4, case, recompute, GRADIENT) for case in (OwnGenerators, PythonRandom, NumpyRandom, NumpyGenerators)),
     Case(4, Counters, recompute, GRADIENT, fast=True),
     *(Case(4, case, recompute, GRADIENT) for case in (NotedCounters, ResetCounter, Counting)),
