@@ -1,4 +1,4 @@
-"""What a save that an interrupt has cut leaves on disk: the last checkpoint whole, `latest` at a whole one, nothing for good."""
+"""What a save that an interrupt has cut leaves: the last checkpoint whole, `latest` at a whole one, and nothing for good."""
 
 from __future__ import annotations
 
