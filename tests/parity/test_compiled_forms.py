@@ -1,5 +1,5 @@
-"""Compiled blocks whose micro-batches have several shapes, and compiled blocks that keep state: stock's bits with the same blocks
-compiled, or a refusal by name."""
+"""Compiled blocks whose micro-batches have several shapes, and compiled blocks that keep state: the bits of stock with the same
+blocks compiled."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ from stateful import Base, batches
 from stateful import config_in as stateful_config
 from stateful_models import CodeBooks, FilledStatistics, OwnGenerators, Ranges, SharedUserDict, Spectral, reset_globals
 from torch import nn
-
-INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)
 
 
 def config_in(folder: Path) -> dict[str, Any]:
@@ -62,16 +60,16 @@ def both(config: dict[str, Any], build: Callable[[], nn.Module], steps: Batches)
 
 def one_length_a_step(num_steps: int = 4) -> list[list[dict[str, torch.Tensor]]]:
     """All micro-batches of a step have one length; the second step has another, and later ones return to both."""
-    return [
-        [token_batches(1, 1, shortest=5 + 2 * (step % 2), seed=10 * step + m)[0][0] for m in range(2)]
-        for step in range(num_steps)
-    ]
+    lengths = [5 + 2 * (step % 2) for step in range(num_steps)]
+    made = [[token_batches(1, 1, shortest=each, seed=number + m) for m in (0, 100)] for number, each in enumerate(lengths)]
+    return [[step[0][0] for step in pair] for pair in made]
 
 
 MIXER = partial(MixerModel, dropout=0.1)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_dynamic_blocks_have_stocks_bits_whatever_the_lengths(tmp_path: Path, backend: str) -> None:
     build = partial(compiled, MIXER, backend=backend, dynamic=True)
     assert_identical(*both(config_in(tmp_path), build, token_batches(3, 2)))
