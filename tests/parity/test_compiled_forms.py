@@ -27,7 +27,7 @@ from single_state import (
 )
 from stateful import Base, batches
 from stateful import config_in as stateful_config
-from stateful_models import CodeBooks, FilledStatistics, OwnGenerators, Ranges, SharedUserDict, Spectral, reset_globals
+from stateful_models import CodeBooks, FilledStatistics, OwnGenerators, Ranges, SharedUserDict, reset_globals
 from torch import nn
 
 
@@ -97,7 +97,7 @@ def test_several_lengths_a_step_agree_to_rounding(tmp_path: Path) -> None:
 
 FAST = (Counters,)
 CASES = [
-    *(Counters, NotedCounters, ResetCounter, Ranges, OwnGenerators, PythonDepth, TorchDepth, CodeBooks, Spectral),
+    *(Counters, NotedCounters, ResetCounter, Ranges, OwnGenerators, PythonDepth, TorchDepth, CodeBooks),
     *(FilledStatistics, PlainMask, PlainStatistics, KeysInAContext, SharedUserDict),
 ]
 
