@@ -8,6 +8,10 @@ While a forward is parked, its frames hold the tensors that it hands to the next
 Python's garbage collector tracks every other holder. If only tuples, lists, dicts and closures lead to a tensor, and nothing
 leads to those, then only frames hold it: those of this forward. That search takes some tenths of a second, so its verdict is
 kept for the same layer, place in the code and numbers of references.
+
+The search goes from holder to holder, _MOST_ROUNDS times at most. Where more holders lead to the tensor in a row, or each round
+makes new ones, as a tool does that has replaced `gc.get_referrers` by a function of its own, the verdict is that others hold
+the tensor: then it stays where it is.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from types import CellType, CodeType, FrameType, FunctionType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -56,6 +60,7 @@ _OWN = _measured()  # references that such a call adds
 
 
 _TRANSPARENT = (tuple, list, dict, CellType, FunctionType)  # they hold, and who holds them is asked in turn
+_MOST_ROUNDS: Final = 16  # of the search for holders
 _aliases: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}  # by storage, by tensor: alive ones that were noted
 
 
@@ -153,11 +158,13 @@ def _only_frames_hold(tensors: list[torch.Tensor], frames: list[FrameType], ours
         return False
     known = {id(value) for value in (*frames, *ours, frames, ours)}
     found: list[Any] = tensors
-    while found:
+    for _ in range(_MOST_ROUNDS):
         known.update(map(id, (found, *found)))
         holders = gc.get_referrers(*found)
         known.add(id(holders))
         found = [holder for holder in holders if id(holder) not in known]
+        if not found:
+            return True
         if any(type(holder) not in _TRANSPARENT for holder in found):
             return False
-    return True
+    return False

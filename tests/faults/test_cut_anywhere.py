@@ -102,10 +102,13 @@ def first_reference(kind: str) -> Reference:
         return reference_of(Path(folder) / "reference", partial(make, kind), FIRST_STEPS, 0, recording)
 
 
-def in_first_step(folder: Path, kind: str, count: int | None) -> None:
+KEEPING = ("model/kept/", "engine/keeping/", "offload/kept_store")  # the code that keeps, and tries what it keeps
+
+
+def in_first_step(folder: Path, kind: str, count: int | None, files: tuple[str, ...] = ("",)) -> None:
     around = in_check if kind == "self-check" else in_step
     with FirstTrials(folder, partial(make, kind), FIRST_STEPS, first_reference(kind), around=around) as trials:
-        cuts = chosen(trials.found, count)
+        cuts = chosen(Counter({site: n for site, n in trials.found.items() if site.file.startswith(files)}), count)
         assert len(trials.found) > 500, "boundaries of functions are not seen"
         for cut in cuts:
             trials.cut(cut)
@@ -115,10 +118,16 @@ def in_first_step(folder: Path, kind: str, count: int | None) -> None:
     assert count or len(trials.torn) < 0.35 * len(cuts), "\n".join(trials.torn)
 
 
-@pytest.mark.parametrize("kind", FIRST)
+@pytest.mark.parametrize("kind", ["first step", "self-check"])
 def test_a_first_step_that_is_cut_anywhere(tmp_path: Path, kind: str) -> None:
     """While it learns which state the forwards change, and in the self-check before it."""
     in_first_step(tmp_path, kind, 4)
+
+
+@pytest.mark.parametrize("kind", ["first step, everything", pytest.param("first step, products", marks=pytest.mark.slow)])
+def test_a_first_step_that_is_cut_where_it_keeps(tmp_path: Path, kind: str) -> None:
+    """While it tries what it keeps, or measures what could be kept."""
+    in_first_step(tmp_path, kind, 5, KEEPING)
 
 
 @pytest.mark.slow

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import sweep
 import torch
 import transformers
 from places import ROOT, SUPPORT
+
+from ds_vertical.errors import LayerError
 
 FAMILIES = ROOT / "docs" / "families.md"
 
@@ -73,6 +77,44 @@ def test_what_is_ended_in_our_own_pass_fails(phase: str, result: str) -> None:
         return {}
 
     assert sweep.in_a_child("some", compared)["result"] == result
+
+
+def test_our_own_pass_has_a_limit_of_its_own_and_plain_torch_what_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused attempt is over: plain torch's next one, which takes too long, is no failure of ours."""
+    monkeypatch.setattr(sweep, "LIMIT_S", 0.5)
+
+    def burn(seconds: float) -> None:
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
+
+    def compared(own_s: float, plain_s: float) -> dict[str, object]:
+        burn(0.3)
+        with contextlib.suppress(LayerError), sweep._own_pass():
+            burn(own_s)
+            raise LayerError("refused")
+        burn(plain_s)
+        return {"result": "exact"}
+
+    found = [sweep.in_a_child("some", lambda _, pair=pair: compared(*pair)) for pair in ((0.3, 0.0), (0.3, 0.4), (0.8, 0.0))]
+    assert [row["result"] for row in found] == ["exact", "not made", "fails"]
+
+
+@pytest.mark.parametrize(("phase", "result"), [("ours", "fails"), ("plain", "refused")])
+def test_a_refusal_stays_where_plain_torch_is_ended_at_another_variant(
+    monkeypatch: pytest.MonkeyPatch, phase: str, result: str
+) -> None:
+    tried: list[object] = []
+
+    def compared(model_type: str, variant: object) -> dict[str, object]:
+        tried.append(variant)
+        if len(tried) > 1:
+            sweep._tell(phase)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"type": model_type, "result": "refused", "words": "no layers"}
+
+    monkeypatch.setattr(sweep, "_compared", compared)
+    assert sweep.in_a_child("some")["result"] == result
 
 
 @pytest.mark.parametrize(("where", "result"), [("run_vertical", "fails"), ("run_plain", "not made")])

@@ -19,7 +19,7 @@ from ds_vertical.config.cross_check import check
 from ds_vertical.config.section import VerticalConfig, load_section
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.aio import DiskError
-from ds_vertical.model.tensor_refs import Privacy
+from ds_vertical.model.tensor_refs import _MOST_ROUNDS, Privacy
 from ds_vertical.offload.activation_store import ActivationStore
 
 SSD = {"device": "ssd"}
@@ -216,6 +216,31 @@ def test_a_tensor_in_a_list_of_anybodys_is_not_private() -> None:
             keep(tensors[0])
         gc.collect()
         assert Privacy().is_private(tensors, None, 0, []) is (keep is None), keep
+
+
+def test_a_tensor_far_inside_containers_of_the_forwards_is_taken_for_held_by_others() -> None:
+    """The search follows so many holders in a row; then the tensor stays where it is."""
+    for depth in (1, _MOST_ROUNDS - 1, _MOST_ROUNDS, _MOST_ROUNDS + 1):
+        tensors = [torch.zeros(3)]
+        outermost: Any = tensors[0]
+        for _ in range(depth):
+            outermost = (outermost, [])
+        assert Privacy().is_private(tensors, None, 0, []) is (depth < _MOST_ROUNDS), depth
+
+
+def test_the_search_for_holders_ends_where_each_round_makes_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper's own tuple of arguments holds what it asks about, and what holds that tuple is the next round's question."""
+    search, rounds = gc.get_referrers, 0
+
+    def referrers(*objects: Any) -> list[Any]:
+        nonlocal rounds
+        rounds += 1
+        assert rounds < 100, "the search does not end"
+        return search(*objects)
+
+    monkeypatch.setattr(gc, "get_referrers", referrers)
+    assert Privacy().is_private([torch.zeros(3)], None, 0, []) is False
+    assert rounds == _MOST_ROUNDS
 
 
 # ---- configuration

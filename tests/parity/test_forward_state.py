@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import VOCAB, Family, fill
+from families import Family
 from harness import (
     Run,
     assert_identical,
@@ -22,6 +22,7 @@ from harness import (
     run_both,
     running,
 )
+from single_state import GEMMAS, NUMBERS, SINGLE, ibert
 from stateful import Base, Block, M, batches, config_in
 from stateful_models import (
     CASES,
@@ -43,8 +44,6 @@ from stateful_models import (
     reset_globals,
 )
 from torch import nn
-from transformers import IBertConfig, IBertForMaskedLM
-from transformers.initialization import no_init_weights
 
 from ds_vertical.errors import LayerError
 from ds_vertical.model.state.containers import MOST_CONTAINERS
@@ -61,7 +60,8 @@ FAST = {MaskOnBlocks, SharedContext, Statistics, SharedUserDict, OwnGenerators, 
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.__name__, marks=[] if case in FAST else pytest.mark.slow) for case in CASES]
+    "case",
+    [pytest.param(case, id=case.__name__, marks=[] if case in FAST else pytest.mark.slow) for case in (*CASES, *SINGLE)],
 )
 def test_training_has_stocks_bits(tmp_path: Path, case: type[Base]) -> None:
     ends: list[dict[str, torch.Tensor]] = []
@@ -72,6 +72,7 @@ def test_training_has_stocks_bits(tmp_path: Path, case: type[Base]) -> None:
     runs: list[Run] = []
     for vertical in (False, True):
         NOTES.clear()
+        NUMBERS.clear()
         random.seed(5), np.random.seed(5)
         runs.append(run_arm(config_in(tmp_path), case, batches(), vertical=vertical, between=keep))
     assert_identical(*runs)
@@ -100,16 +101,6 @@ def test_blocks_that_hand_their_input_on_have_the_gradients_of_plain_torch(tmp_p
 
 # ---- models of Hugging Face
 
-_SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
-_PER_LAYER = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB, "sliding_window": 4}
-_GEMMA = {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "max_position_embeddings": 64} | _SMALL | _PER_LAYER
-_TYPES = {"layer_types": ["sliding_attention", "full_attention"] * 3}
-_GEMMA3N = {"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6}
-GEMMAS = (
-    Family("gemma3n_text", _GEMMA | _TYPES | _GEMMA3N),
-    Family("gemma4_text", _GEMMA | _TYPES),
-)
-
 
 SHARING = [(family, shared, number) for family in GEMMAS for shared in (1, 2) for number in (1, M)]
 
@@ -124,15 +115,6 @@ def test_layers_that_share_keys_and_values(tmp_path: Path, family: Family, share
     family = replace(family, settings=dict(family.settings) | {"num_kv_shared_layers": shared})
     config = config_in(tmp_path) | {"gradient_accumulation_steps": num_micro_batches}
     assert_identical(*run_both(config, family.builder(), family.batches(2, num_micro_batches)))
-
-
-def ibert() -> nn.Module:
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": VOCAB}
-    config = IBertConfig(**sizes, max_position_embeddings=64, quant_mode=True, pad_token_id=0)
-    with no_init_weights():
-        model = IBertForMaskedLM._from_config(config)
-    fill(model)
-    return model
 
 
 def test_ranges_that_ibert_replaces_in_each_forward(tmp_path: Path) -> None:

@@ -78,6 +78,10 @@ class FirstTrials(Trials):
             self._around, self._begin = surroundings(self._model), state_of(self._model)
         self._engine._state.learned = LearnedState()
         self._engine._state.forget()
+        kinds = self._engine._keeping._now.kinds
+        if kinds is not None:  # what it keeps is tried again
+            kinds._kinds.clear()
+            kinds._own.clear()
         self._engine.self_check._is_done, self._engine.self_check.checked_model = False, None
         return self._engine, self._model
 

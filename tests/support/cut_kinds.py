@@ -116,6 +116,12 @@ KINDS: dict[str, dict[str, Any]] = {
 FIRST: dict[str, dict[str, Any]] = {
     "first step": {"clip": 0.05},
     "self-check": {"clip": 0.05, "section": SECTION | {"self_check": True}},
+    # where products rest is open: the first step is measured, and the choice is made behind it
+    "first step, products": {"clip": 0.05, "section": SECTION | {"activations": {"keep": "products"}}},
+    "first step, everything": {
+        "clip": 0.05,
+        "section": SECTION | {"activations": {"keep": "everything", "keep_device": "ssd"}},
+    },
 }  # in these the first step of each engine is cut
 BUILDS: dict[str, Callable[[], nn.Module]] = dict.fromkeys(("stateful", *FIRST), StatefulModel) | dict.fromkeys(
     ("compressed", "compressed late"), partial(MixerModel, 2, 768)

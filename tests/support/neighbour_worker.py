@@ -1,10 +1,11 @@
-"""Trains on two cores with a team of two threads, alone and beside a busy process on the same cores. Prints seconds as JSON:
-those of each step, and those that this process computed or waited awake in it.
+"""Trains on two cores with a team of two threads, alone and beside a busy process on the same cores. Writes seconds to
+FOLDER/rank<R>.json: those of each step, and those that this process computed or waited awake in it.
 
-    python neighbour_worker.py FOLDER NUM_STEPS [BUSY]
+    python neighbour_worker.py FOLDER NUM_STEPS BUSY [plugin]
 
-Three phases of NUM_STEPS steps each: alone; beside BUSY processes (default 1) that compute; beside them with one thread in
-place of the team, which never waits for another.
+Three phases of NUM_STEPS steps each: alone; beside BUSY processes that compute; beside them with one thread in place of the
+team, which never waits for another. As one of the ranks of a host it has the others beside it in each phase, on the same cores.
+Torch computes before ds_vertical is imported; with "plugin" ds_vertical is imported first.
 """
 
 from __future__ import annotations
@@ -20,12 +21,21 @@ from typing import Any
 CORES = sorted(os.sched_getaffinity(0))[:2]
 os.sched_setaffinity(0, CORES)  # ahead of torch: its runtime counts cores when it is loaded
 os.environ["OMP_NUM_THREADS"] = "2"
+for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+    os.environ.pop(name, None)
+if "plugin" in sys.argv:
+    import ds_vertical
 
 import torch  # noqa: E402
+
+if "plugin" not in sys.argv:
+    torch.mm(torch.ones(512, 512), torch.ones(512, 512))  # the team is there now, and its runtime has read the environment
+    assert "ds_vertical" not in sys.modules
+
 from harness import base_config, start_process_group  # noqa: E402
 from models import MixerModel, token_batches  # noqa: E402
 
-import ds_vertical  # noqa: E402
+import ds_vertical  # noqa: E402, F811
 
 NUM_MICRO_BATCHES, TOKENS = 8, 8
 
@@ -36,7 +46,7 @@ def num_threads() -> int:
 
 def main() -> None:
     folder, num_steps = Path(sys.argv[1]), int(sys.argv[2])
-    num_busy = int(sys.argv[3]) if len(sys.argv) > 3 else 1
+    num_busy, rank = int(sys.argv[3]), int(os.environ.get("RANK", "0"))
     start_process_group()
     torch.manual_seed(0)
     model = MixerModel(4, 512)
@@ -57,7 +67,7 @@ def main() -> None:
     phases: list[Any] = []
     for busy_now, team in ((0, 2), (num_busy, 2), (num_busy, 1)):
         torch.set_num_threads(team)
-        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy_now)]
+        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy_now if rank == 0 else 0)]
         time.sleep(0.3 * bool(busy))
         try:
             phases.append(steps(num_steps))
@@ -68,7 +78,7 @@ def main() -> None:
     end = time.monotonic() + 2
     while num_threads() != threads and time.monotonic() < end:  # those of a team end on their own
         time.sleep(0.01)
-    print(json.dumps({"phases": phases, "threads": [threads, num_threads()]}))
+    (folder / f"rank{rank}.json").write_text(json.dumps({"phases": phases, "threads": [threads, num_threads()]}))
     engine.destroy()
 
 

@@ -50,7 +50,7 @@ from ds_vertical.schedule.passes import TrainingStep, build_training
 
 NUM_MICRO_BATCHES = 2
 ROUNDING = 1e-5  # relative, in fp32: the tolerance of the numerics contract
-LIMIT_S = 40  # of a core
+LIMIT_S = 120  # of a core: for what plain torch does with a type, and for each of our own passes
 LIMIT_BYTES = 12 << 30  # of address space
 Grads = dict[str, torch.Tensor]
 
@@ -134,7 +134,9 @@ def compare(model_type: str) -> dict[str, Any]:
             continue
         if row["result"] != "refused":
             return row
-        refused = refused or row
+        if refused is None:
+            refused = row
+            _tell(json.dumps(row))
     missing = re.search(r"ImportError.*requires the (\w+) library", words)
     lacking = {"result": "no package", "words": missing[1]} if missing else {"result": "not made", "words": words}
     return refused or {"type": model_type} | lacking
@@ -190,9 +192,8 @@ def _tried(model_type: str, variant: Mapping[str, int], attempt: Attempt, names_
         return row | {"result": "refused", "words": "there are none to name, since no block runs exactly once."}
     with joined(model):
         try:
-            _tell(_OURS)
-            ours, ours_grads, row["layers"] = run_vertical(model, bodies, named)
-            _tell(_PLAIN)
+            with _own_pass():
+                ours, ours_grads, row["layers"] = run_vertical(model, bodies, named)
         except LayerError as error:
             return row | {"result": "refused", "words": " ".join(str(error).split())}
         except Exception as error:  # a lack of memory, too: plain torch has had enough
@@ -289,16 +290,28 @@ def _tell(phase: str) -> None:
         print(phase, file=pipe, flush=True)
 
 
+@contextlib.contextmanager
+def _own_pass() -> Iterator[None]:
+    """Our own pass, which has LIMIT_S of its own. What ends the child behind it, refused or not, is plain torch's."""
+    _tell(_OURS)
+    left = signal.setitimer(signal.ITIMER_PROF, LIMIT_S if _told else 0.0)[0]
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, left)
+        _tell(_PLAIN)
+
+
 def in_a_child(model_type: str, compared: Callable[[str], dict[str, Any]] = compare) -> dict[str, Any]:
     """`compare` in a forked process, ended after LIMIT_S. Where it is ended in our own pass, which plain torch has done within
-    the limits, the result is "fails"."""
+    the limits, the result is "fails"; elsewhere it is the first refusal, if there was one."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         with open(writer, "w") as pipe:
             _told.append(pipe)
             signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # not by the clock: others use the machine, too
-            signal.alarm(20 * LIMIT_S)  # where it only waits
+            signal.alarm(round(20 * LIMIT_S))  # where it only waits
             resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             os.dup2(1, 2)
@@ -310,12 +323,13 @@ def in_a_child(model_type: str, compared: Callable[[str], dict[str, Any]] = comp
         os._exit(0)
     os.close(writer)
     with open(reader) as pipe:
-        last = (pipe.read().splitlines() or [""])[-1]
+        lines = pipe.read().splitlines() or [""]
     status = os.waitpid(child, 0)[1]
-    if last.startswith("{"):
-        return json.loads(last)
+    rows = [line for line in lines if line.startswith("{")]
+    if rows and lines[-1] != _OURS:
+        return json.loads(rows[-1])
     ended = f"ended by signal {status & 127} (no more than {LIMIT_S} s of a core and {LIMIT_BYTES >> 30} GiB)"
-    return {"type": model_type, "result": "fails" if last == _OURS else "not made", "words": ended}
+    return {"type": model_type, "result": "fails" if lines[-1] == _OURS else "not made", "words": ended}
 
 
 def table(rows: Sequence[dict[str, Any]], heading: str) -> str:
