@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 LARGE = LARGE_GRADIENT
-_PIECE = 1 << 19  # elements that are added to at a time, or more: in fp32 as much as two cores' second caches hold
+PIECE = 1 << 19  # elements that are added to at a time, or more: in fp32 as much as two cores' second caches hold
 _GRAIN = 1 << 15  # of which torch gives each thread this many at least
 
 
@@ -312,6 +312,10 @@ class GradientStore(UnitGradients):
     in the same order. Both are then added behind the whole backward, and not as they are made: that took 7 % more of a step of
     16 small micro-batches. No more than one layer's wait. Gradients whose memory other tensors share do not wait, since other
     code might write there meanwhile; nor do those of what stands around the layers, since others come in between.
+
+    [Note: piece by piece] torch adds a gradient in another dtype than the sum's from a copy of all of it in the sum's dtype: of
+    a head's gradient in bf16 a copy twice as large, in memory that the kernel maps page by page. So a single gradient, too, is
+    added piece by piece, and the copy is of one piece. Each element has the same one addition.
     """
 
     def __init__(
@@ -482,9 +486,9 @@ def _take(param: nn.Parameter, rounding: Callable[[nn.Parameter], torch.dtype]) 
 
 
 def _pieces(total: torch.Tensor, grads: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
-    """A flat sum and what is added to it, in pieces where several gradients are. See [Note: gradients in pairs]."""
-    size = max(_PIECE, _GRAIN * torch.get_num_threads())
-    if len(grads) < 2 or total.numel() <= size or not all(grad.is_contiguous() for grad in grads):
+    """A flat sum and what is added to it, in pieces. See [Note: gradients in pairs] and [Note: piece by piece]."""
+    size = max(PIECE, _GRAIN * torch.get_num_threads())
+    if total.numel() <= size or not all(grad.is_contiguous() for grad in grads):
         return [(total, *grads)]
     return zip(*(tensor.view(-1).split(size) for tensor in (total, *grads)), strict=True)
 

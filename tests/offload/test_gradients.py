@@ -18,7 +18,7 @@ from ds_vertical.offload import grad_accumulator
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts, SumPlace
 from ds_vertical.schedule.events import Unit
 
-LARGE = 2 * grad_accumulator._PIECE + 77
+LARGE = 2 * grad_accumulator.PIECE + 77
 
 
 def new_store(
@@ -57,6 +57,18 @@ def test_the_sum_has_the_bits_of_one_addition_after_the_other(count: int, unit: 
         assert all(param.grad is None for param in params)
     for total, flat in zip(expected, store.take(unit), strict=True):
         assert torch.equal(flat.view(total.shape), total)
+
+
+def test_a_single_gradient_of_another_dtype_is_never_copied_whole() -> None:
+    """torch's `add_` makes a copy in the sum's dtype of all that it adds at a time."""
+    (param,) = new_params((8 * grad_accumulator.PIECE,))
+    store = new_store({"pre": [param]})
+    set_gradients([param], 0)
+    store.add("pre")
+    set_gradients([param], 1)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as made:
+        store.add("pre")
+    assert 0 < max(event.self_cpu_memory_usage for event in made.events()) <= 4 * grad_accumulator.PIECE
 
 
 def test_a_gradient_that_is_transposed_is_added_where_it_belongs() -> None:
