@@ -1,0 +1,1 @@
+"""Gradients as autograd makes them: when each is there, and in which memory."""
