@@ -23,7 +23,6 @@ PRE: Final = "pre"
 SUF: Final = "suf"
 NORM_ELEMENTS: Final = 250_000_000  # of a gradient, of which stock takes the norm at a time
 LARGE_GRADIENT: Final = 1 << 18  # elements from which on a gradient is added as soon as it is made
-SUMMED_AT_ONCE: Final = 1 << 19  # elements of a sum, or more: in fp32 as much as two cores' second caches hold
 NORM_COPIED: Final = 1 << 22  # elements of a gradient in host memory up to which its norm is taken of a copy
 # A layer's number, or a part of what lies outside the layers. `suf`: what follows the last layer, as a unit of parameters only
 # where they are apart from the others (`outside_layers`); `pre`: all other parameters outside the layers.

@@ -20,10 +20,10 @@ from ds_vertical.model.tensor_refs import is_alone
 from ds_vertical.offload.autograd.gradient_block import GradientBlock
 from ds_vertical.offload.autograd.made_gradients import MadeGradients
 from ds_vertical.schedule.events import Unit
-from ds_vertical.types import LARGE_GRADIENT, SUMMED_AT_ONCE
+from ds_vertical.types import LARGE_GRADIENT
 
 LARGE = LARGE_GRADIENT
-PIECE = SUMMED_AT_ONCE  # elements that are added to at a time, or more
+PIECE = 1 << 19  # elements that are added to at a time, or more: in fp32 as much as two cores' second caches hold
 _GRAIN = 1 << 15  # of which torch gives each thread this many at least
 
 
