@@ -350,7 +350,7 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
         )
     if terms.one_memory and not terms.keeps_freed and shape.freed.most > shape.freed.of_layers:
         lines.append(
-            "no room to keep what the largest gradients free: the system maps their memory anew each time, which takes time;"
+            "no room to keep what the largest gradients free: the system maps their memory anew in each step, which takes time;"
             f' more free memory avoids it, or where it is written a larger "{_LIMIT}"; same values'
         )
     return lines, needed, left

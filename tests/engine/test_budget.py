@@ -331,7 +331,7 @@ print(sums_in_fp32(dtype), peak - before > 4 * made.numel() + made.nbytes // 2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("most", ["", "AVX2"], ids=["all instructions", "few"])
 def test_a_kernels_copy_is_counted_where_it_takes_memory(dtype: str, most: str) -> None:
-    """oneDNN takes no instructions beyond those of `ONEDNN_MAX_CPU_ISA`; what AVX2 lacks for bf16 and fp16 is summed in fp32."""
+    """oneDNN takes no instructions beyond `ONEDNN_MAX_CPU_ISA`; what AVX2 lacks for bf16 and fp16 is summed in fp32."""
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": most} if most else dict(os.environ)
     command = [sys.executable, "-c", SUMS, dtype]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=200)
