@@ -27,6 +27,7 @@ from torch import nn
 from ds_vertical.engine import api
 from ds_vertical.errors import LayerError
 from ds_vertical.io import host
+from ds_vertical.offload.autograd.gradient_block import GradientBlock
 from ds_vertical.planner import memory_budget
 
 MIB = 1 << 20
@@ -103,9 +104,10 @@ def _with_shared(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         (None, True, 10.0, 0),
         (8 << 30, True, memory_budget.SPARE_SHARE, 0),
         (8 << 30, True, 1000.0, 3),
-        (8 << 30, False, 1000.0, 3 + 2 * 3),
+        (8 << 30, False, 1000.0, 3),
+        (8 << 30, False, None, 3 + 2 * 3),
     ],
-    ids=["no limit", "room", "limit", "short"],
+    ids=["no limit", "room", "limit", "short", "elsewhere"],
 )
 @pytest.mark.parametrize("build", [partial(MixerModel, width=64, vocab=VOCAB), partial(SharedMixer, VOCAB)], ids=["", "shared"])
 def test_a_run_at_its_least_gives_freed_memory_back(
@@ -113,15 +115,18 @@ def test_a_run_at_its_least_gives_freed_memory_back(
     monkeypatch: pytest.MonkeyPatch,
     limit: int | None,
     keeps_freed: bool,
-    spare: float,
+    spare: float | None,
     count: int,
     build: Callable[[], nn.Module],
 ) -> None:
     """Ahead of the REDUCE of the last layer, of the first and of what is outside them, where little is left of a limit; and
-    where less is left behind each backward of an end of the model, of three micro-batches. `spare`: in place of a tenth."""
+    where less is left behind each backward of an end of the model, of three micro-batches, whose gradients do not lie in the
+    block. `spare`: in place of a tenth; None: as large, and no gradient lies there."""
     chosen = partial(replace, keeps_freed=keeps_freed)
     monkeypatch.setattr(memory_budget, "with_room", lambda terms, *_: chosen(terms))
-    monkeypatch.setattr(api, "SPARE_SHARE", spare)
+    monkeypatch.setattr(api, "SPARE_SHARE", spare or 1000.0)
+    if spare is None:
+        monkeypatch.setattr(GradientBlock, "_place", lambda *_: None)
     config = small_buffers(base_config(tmp_path, dtype="fp32", section={"host_memory_bytes": limit}))
     batches, trimmed, trim = token_batches(2, 3), [], host.trim
     with running(config, build, vertical=True) as (engine, _):
@@ -188,6 +193,7 @@ import ctypes, resource, types
 import torch
 from ds_vertical.engine.assembly import Assembly
 from ds_vertical.io import host
+from ds_vertical.offload.autograd.gradient_block import GradientBlock
 
 host.map_blocks_from(host.MAPPED_AHEAD)
 optimizer = types.SimpleNamespace(optimizer_swapper=None)
