@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.offload import grad_accumulator
+from ds_vertical.offload.autograd.gradient_block import GradientBlock
 from ds_vertical.offload.grad_accumulator import GradientStore, SumPlace
 from ds_vertical.planner import memory_budget
 from ds_vertical.schedule.events import Unit
@@ -99,6 +100,26 @@ def test_where_freed_memory_goes_back_the_last_layers_gradients_do_not_wait_and_
     monkeypatch.setattr(GradientStore, "_is_to_wait", noting)
     assert_identical(stock, run_arm(config, build, token_batches(2, 4), vertical=True))
     assert waited == ({0, 1, 2} if keeps_freed else {0, 1})
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_gradients_of_the_ends_in_one_block_have_stocks_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    config, build = config_of(tmp_path, dtype, 3, CLIP), partial(MixerModel, 3, 64, None, 0.0, 12_000)
+    stock = run_arm(config, build, token_batches(3, 3), vertical=False)
+    monkeypatch.setattr(memory_budget, "with_room", lambda terms, *_: replace(terms, pairs=True, keeps_freed=False))
+    places: list[bool] = []
+    place = GradientBlock._place
+
+    def noting(self: GradientBlock, like: torch.Tensor, *sizes: int) -> torch.Tensor | None:
+        found = place(self, like, *sizes)
+        places.append(found is not None)
+        return found
+
+    monkeypatch.setattr(GradientBlock, "_place", noting)
+    assert_identical(stock, run_arm(config, build, token_batches(3, 3), vertical=True))
+    assert sum(places) == 3 * 3 * 2, "of each micro-batch of each step, embedding and head"
 
 
 # ---- hooks
