@@ -106,8 +106,10 @@ def test_where_freed_memory_goes_back_the_last_layers_gradients_do_not_wait_and_
 def test_gradients_of_the_ends_in_one_block_have_stocks_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    config = config_of(tmp_path, dtype, 3, CLIP, layers=["blocks"])
-    build = partial(MixerModel, 3, 64, None, 0.0, 12_000)
+    config = small_buffers(
+        base_config(tmp_path, dtype=dtype, num_micro_batches=3, clip=CLIP, section={"layers": ["blocks"]}), 3_000_000
+    )
+    build = partial(MixerModel, 2, width_of(dtype), None, 0.0, 3_000)
     stock = run_arm(config, build, token_batches(3, 3), vertical=False)
     monkeypatch.setattr(memory_budget, "with_room", lambda terms, *_: replace(terms, pairs=True, keeps_freed=False))
     places: list[bool] = []
