@@ -35,7 +35,6 @@ from ds_vertical.model.kept.kinds import runs_others_code
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.offload.activation_store import ActivationStore
-from ds_vertical.offload.autograd.gradient_block import GradientBlock
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts, SumPlace
 from ds_vertical.offload.kept_store import KeptStore
 from ds_vertical.offload.param_shards import ShardFiles
@@ -244,8 +243,6 @@ class Assembly:
         )
         if one_memory and not budget.keeps_freed:
             store.trims_above, store.arrivals.alone = budget.kept, self.layers.num_layers - 1
-            ends = [param for unit, params in self.layers.units.items() if not isinstance(unit, int) for param in params]
-            store.block = GradientBlock(map(zero_params.full_numel, ends), budget.kept) if held else None
         return store
 
     def open_activations(self, folder: Path | None, host_limit: int) -> ActivationStore | None:

@@ -333,20 +333,8 @@ class _WithBackward(_Pass):
         loss = body.loss_of(partial(self._finish, event))
         self.gradients.refuse_own_backward()
         self.losses[event.micro_batch] = loss.detach()
-        with self.gradients.making():
-            micro_batch.backward_suffix(self.scale(loss if body.weight == 1.0 else loss * body.weight))
+        micro_batch.backward_suffix(self.scale(loss if body.weight == 1.0 else loss * body.weight))
         self.add_outside()
-
-    def backward(self, event: Event) -> None:
-        if event.layer == PRE:
-            with self.gradients.making():
-                self.micro_batch(event).backward_prefix()
-        else:
-            self.backward_layer(event, *cell_of(event))
-        self.add_outside()
-
-    def backward_layer(self, event: Event, layer: int, index: int) -> None:
-        """The backward of a layer for the micro-batch `index`."""
 
     def _finish(self, event: Event) -> object:
         """The forward's suffix alone is watched: `loss_of` may let a loop's own code run, ahead of it and behind it."""
@@ -431,14 +419,20 @@ class _Training(_WithBackward):
         self.tell(event)
         super().head(event)
 
-    def backward_layer(self, event: Event, layer: int, index: int) -> None:
-        if self.activations is not None:
-            self.activations.require(layer, index)
-        with self.gradients.adding(layer):
-            self.micro_batches[index].backward_layer(layer)
-        if self.kept is not None:
-            self.kept.forget(cell_of(event))
-        self.gradients.add(layer)
+    def backward(self, event: Event) -> None:
+        micro_batch = self.micro_batch(event)
+        if event.layer == PRE:
+            micro_batch.backward_prefix()
+        else:
+            assert isinstance(event.layer, int) and event.micro_batch is not None
+            if self.activations is not None:
+                self.activations.require(event.layer, event.micro_batch)
+            with self.gradients.adding(event.layer):
+                micro_batch.backward_layer(event.layer)
+            if self.kept is not None:
+                self.kept.forget(cell_of(event))
+            self.gradients.add(event.layer)
+        self.add_outside()
 
     def reduce(self, event: Event) -> Ticket | None:
         unit = _unit(event)
@@ -478,11 +472,17 @@ class _Checking(_WithBackward):
         nothing: dict[Op, Handler] = dict.fromkeys(Op, lambda _: None)
         return nothing | super().handlers() | {Op.HEAD: self.head, Op.B: self.backward, Op.REDUCE: self.reduce}
 
-    def backward_layer(self, event: Event, layer: int, index: int) -> None:
-        with self.gradients.heard_by(partial(self.notes.note_gradient, index)):
-            with self.gradients.adding(layer):
-                self.micro_batches[index].backward_layer(layer)
-            self.gradients.add(layer)
+    def backward(self, event: Event) -> None:
+        micro_batch = self.micro_batch(event)
+        if event.layer == PRE:
+            micro_batch.backward_prefix()
+        else:
+            assert isinstance(event.layer, int) and event.micro_batch is not None
+            with self.gradients.heard_by(partial(self.notes.note_gradient, event.micro_batch)):
+                with self.gradients.adding(event.layer):
+                    micro_batch.backward_layer(event.layer)
+                self.gradients.add(event.layer)
+        self.add_outside()
 
     def reduce(self, event: Event) -> None:
         unit = _unit(event)

@@ -15,10 +15,9 @@ freed one (glibc before 2.38), so the heap first grows by a few blocks. And a he
 addresses without pages. A block goes there however large it is, takes pages, and leaves them behind when it is freed; the next
 one may lie elsewhere. So no block of 4 MiB or more lies in the heap while the model is built. And where a run may take little
 more memory than it needs, `trim` gives the pages of all holes back at a few places of each step. Where the budget has no room
-to keep what the largest gradients free (those of embedding and head, as a rule), these lie in a block of their own where that
-is possible (`offload.autograd.gradient_block`); `trim` follows each backward that makes some elsewhere. In between nothing is
-to go back: glibc gives all of the heap's free end back with the free that makes it as large as a threshold, so that must be
-more than all that a layer's backward frees.
+to keep what the largest gradients free (those of embedding and head, as a rule), `trim` also follows each backward that makes
+them. In between nothing is to go back: glibc gives all of the heap's free end back with the free that makes it as large as a
+threshold, so that must be more than all that a layer's backward frees.
 
 [Note: one team] torch computes on a team of OpenMP threads per calling thread. Where more of them exist in a process than
 there are cores, whether they work or not, the runtime lets them sleep between any two operations instead of waiting awake, and

@@ -6,24 +6,29 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from ds_vertical.errors import LayerError
 from ds_vertical.interrupts import Changed
 from ds_vertical.io import host
 from ds_vertical.io.buffers import Reserve
 from ds_vertical.model.autograd_segments import OWN_BACKWARD
+from ds_vertical.model.kept.block_backward import is_apart
 from ds_vertical.model.state.restart import GradientMissed
 from ds_vertical.model.tensor_refs import is_alone
-from ds_vertical.offload.autograd.gradient_block import GradientBlock
-from ds_vertical.offload.autograd.made_gradients import MadeGradients
 from ds_vertical.schedule.events import Unit
 from ds_vertical.types import LARGE_GRADIENT
 
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+    from torch.utils.hooks import RemovableHandle
+
 LARGE = LARGE_GRADIENT
-PIECE = 1 << 19  # elements that are added to at a time, or more: in fp32 as much as two cores' second caches hold
+_PIECE = 1 << 19  # elements that are added to at a time, or more: in fp32 as much as two cores' second caches hold
 _GRAIN = 1 << 15  # of which torch gives each thread this many at least
 
 
@@ -97,7 +102,7 @@ class UnitSums:
             self._adopted.add(index)
         contributions = grads if earlier is None else (earlier, *grads)
         total = self._total(index)
-        for piece, *parts in _pieces(total, contributions):
+        for piece, *parts in _pieces(total, contributions, self._touched[index]):
             _accumulate(piece, parts, self._touched[index])
         self._touched[index] = self._touched[index] or bool(contributions)
 
@@ -131,10 +136,60 @@ class UnitSums:
         return [each for each in own if each is not None] if self.flat is None else [self.flat]
 
     def _total(self, index: int) -> torch.Tensor:
-        total = self._memory[index]
-        if total is None:
+        if (total := self._memory[index]) is None:
             total = self._memory[index] = self._new(self._sizes[index])
         return total.narrow(0, 0, self._sizes[index])
+
+
+class MadeGradients:
+    """Hears of the gradients of a unit's large parameters as autograd makes them, from the unit's first backward of a step to
+    its REDUCE. `take`: called with a parameter's number; whether it has taken the gradient.
+
+    [Note: as they are made] A gradient is added to its sum as soon as it is made, so that a layer's gradients are not all in
+    memory beside the sum. The hook for that is on the node that sets `param.grad`, behind all hooks that users have put there
+    or on the parameter: they find the gradient as ever. Hooks may also look at gradients of other parameters. So a layer in
+    whose backward code of others runs has its gradients taken behind the whole backward, and so has every layer where a
+    micro-batch's code calls the model several times. Autograd may come to a parameter twice in one backward (two blocks of a
+    layer share it, or a checkpoint inside the block runs a backward of its own). Its two gradients are to be added in the
+    model's dtype, as in stock, ahead of the sum. The second one shows that the first was taken too soon: the step starts over,
+    and from then on all gradients are taken behind the whole backward of their layer.
+    """
+
+    def __init__(self, params: Mapping[int, nn.Parameter], take: Callable[[int], bool]) -> None:
+        self.again = False  # whether autograd has come to a parameter twice in one backward
+        self._take = take
+        self._taken: set[int] = set()
+        self._is_open = False
+        self._nodes: list[Node] = []  # which autograd would forget with the graph, and the hooks with them
+        self._handles: list[RemovableHandle] = []
+        for index, param in params.items():
+            node = get_gradient_edge(param).node
+            self._nodes.append(node)
+            self._handles.append(node.register_hook(partial(self._made, index, param)))
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Within the block one backward of the unit runs."""
+        self._taken.clear()
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def end(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._nodes.clear()
+
+    def _made(self, index: int, param: nn.Parameter, *_: object) -> None:
+        if not self._is_open or is_apart(param):
+            return
+        if index in self._taken:
+            self.again = True
+        elif self._take(index):
+            self._taken.add(index)
 
 
 class UnitGradients:
@@ -174,8 +229,7 @@ class UnitGradients:
 
     def refuse_strays(self) -> None:
         """Raises RuntimeError where a parameter has a gradient already: it would enter the step's sum."""
-        strays = [p for params in (*self._units.values(), *self._unwanted.values()) for p in params if p.grad is not None]
-        if strays:
+        if strays := [p for params in (*self._units.values(), *self._unwanted.values()) for p in params if p.grad is not None]:
             raise RuntimeError(
                 f"{len(strays)} parameters have a .grad before train_batch, from a backward outside it; it would be added to"
                 " this step's gradients: set it to None (model.zero_grad()) first"
@@ -244,9 +298,8 @@ class GradientStore(UnitGradients):
     """Sums of `param.grad` per unit, in the gradient accumulation dtype.
 
     Gradients of parameters that the optimizer does not have are thrown away. The store calls `begin` with a unit whose next
-    sums are about to be made: what is held of its last ones is needed no longer. `block`: in which the gradients outside the
-    layers are made, None: in none. `trims_above`: bytes of gradients outside the layers; behind each backward that makes more
-    of them elsewhere, freed memory goes back ([Note: freed memory] in `io.host`).
+    sums are about to be made: what is held of its last ones is needed no longer. `trims_above`: bytes of gradients outside
+    the layers; behind each backward that makes more of them, freed memory goes back ([Note: freed memory] in `io.host`).
 
     The first contribution is copied and later ones are added in the order of the `add` calls, each after rounding to the
     dtype that stock would communicate it in: the bits of stock's accumulation.
@@ -257,10 +310,6 @@ class GradientStore(UnitGradients):
     in the same order. Both are then added behind the whole backward, and not as they are made: that took 7 % more of a step of
     16 small micro-batches. No more than one layer's wait. Gradients whose memory other tensors share do not wait, since other
     code might write there meanwhile; nor do those of what stands around the layers, since others come in between.
-
-    [Note: piece by piece] torch adds a gradient in another dtype than the sum's from a copy of all of it in the sum's dtype: of
-    a head's gradient in bf16 a copy twice as large, in memory that the kernel maps page by page. So a single gradient, too, is
-    added piece by piece, and the copy is of one piece. Each element has the same one addition.
     """
 
     def __init__(
@@ -282,7 +331,6 @@ class GradientStore(UnitGradients):
         self._one_by_one, self._late = True, False  # whether gradients are added as they are made; never more: see the note
         self._made: dict[Unit, MadeGradients] = {}
         self.trims_above: int | None = None
-        self.block: GradientBlock | None = None
         self.reserve = Reserve(partial(torch.empty, dtype=dtype, device=place.device))
         # a GPU's memory is torch's to keep, for whatever comes next
         self._new = (
@@ -300,16 +348,10 @@ class GradientStore(UnitGradients):
         """A step of so many micro-batches begins, each of which calls the model so often."""
         self.arrivals.expected, self._one_by_one = num_micro_batches, num_calls == 1
 
-    def making(self) -> contextlib.AbstractContextManager[object]:
-        """Within the block the backward of code outside the layers runs."""
-        return contextlib.nullcontext() if self.block is None or self.arrivals.expected == 1 else self.block
-
     @contextlib.contextmanager
     def adding(self, unit: Unit) -> Iterator[None]:
         """Within the block a layer's backward runs, once, and gradients are added as they are made; `add` follows with the
         rest. Raises GradientMissed where the step has to start over: see [Note: as they are made]."""
-        if self.block is not None and unit != self.arrivals.alone:
-            self.block.drop()  # the last layer's backwards come in between those of the suffix
         if not (paired := self.arrivals.are_paired(unit)) and unit in self._sums:
             self._sums[unit].settle()  # the first gradients: ahead of the next ones
         behind = self._late or paired or self._facts.is_watched(unit)
@@ -331,14 +373,11 @@ class GradientStore(UnitGradients):
         for param in self._unwanted[unit]:
             self._tell(param)
             param.grad = None
-        elsewhere = 0
+        moved = [self._add(unit, index) for index in range(len(self._units[unit]))]
         if self.trims_above is not None and not isinstance(unit, int):
-            grads = (param.grad for param in self._units[unit] if param.grad is not None)
-            elsewhere = sum(grad.nbytes for grad in grads if self.block is None or not self.block.holds(grad))
-        for index in range(len(self._units[unit])):
-            self._add(unit, index)
-        if self.trims_above is not None and elsewhere > self.trims_above:
-            host.trim()
+            sizes = (self._facts.numel(param) * param.element_size() for param in self._units[unit])
+            if sum(size for size, has in zip(sizes, moved, strict=True) if has) > self.trims_above:
+                host.trim()
         self.arrivals.note(unit)
 
     def _add(self, unit: Unit, index: int, made: bool = False) -> bool:
@@ -402,8 +441,6 @@ class GradientStore(UnitGradients):
         """Forget the unit's sums: their memory is the caller's now, which may put it back into `reserve`."""
         self._sums.pop(unit, None)
         self.arrivals.forget(unit)
-        if self.block is not None and not isinstance(unit, int):
-            self.block.drop()
         if made := self._made.pop(unit, None):
             made.end()
 
@@ -442,10 +479,12 @@ def _take(param: nn.Parameter, rounding: Callable[[nn.Parameter], torch.dtype]) 
     return grad
 
 
-def _pieces(total: torch.Tensor, grads: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
-    """A flat sum and what is added to it, in pieces. See [Note: gradients in pairs] and [Note: piece by piece]."""
-    size = max(PIECE, _GRAIN * torch.get_num_threads())
-    if total.numel() <= size or not all(grad.is_contiguous() for grad in grads):
+def _pieces(total: torch.Tensor, grads: Sequence[torch.Tensor], touched: bool) -> Iterable[Sequence[torch.Tensor]]:
+    """A flat sum and what is added to it, in pieces on the host for several gradients ([Note: gradients in pairs]), and for one
+    of another dtype: torch copies all that it adds to the dtype of a sum that has been `touched`, page by page of new memory."""
+    size = max(_PIECE, _GRAIN * torch.get_num_threads())
+    gains = total.device.type == "cpu" and (len(grads) > 1 or (touched and any(each.dtype != total.dtype for each in grads)))
+    if not gains or total.numel() <= size or not all(grad.is_contiguous() for grad in grads):
         return [(total, *grads)]
     return zip(*(tensor.view(-1).split(size) for tensor in (total, *grads)), strict=True)
 

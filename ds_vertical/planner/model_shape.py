@@ -281,8 +281,9 @@ class ModelSpec:
     block may keep for its backward. `suf`: of the elements outside the blocks, those that the suffix alone uses (null: none are
     known to be such); `apart`: the units outside the layers that may be away (`layers`, [Note: two ends]). `block_sizes`:
     elements of each parameter of the largest block, `outside_sizes`: of each outside the blocks (none: no parameter is small).
-    `ends_in_turn`: whether the forwards' sources show that nothing but the suffix uses `suf`. `sums_in_fp32`: whether
-    kernels of the host sum a weight's gradient in a copy in fp32.
+    `ends_in_turn`: whether the forwards' sources show that nothing but the suffix uses `suf`. `made_by_products`: whether
+    all large gradients are made by matrix products or lookups. `sums_in_fp32`: whether kernels of the host sum a gradient in a
+    copy in fp32.
     """
 
     name: str
@@ -306,6 +307,7 @@ class ModelSpec:
     block_sizes: tuple[int, ...] = ()
     outside_sizes: tuple[int, ...] = ()
     ends_in_turn: bool = False
+    made_by_products: bool = False
     sums_in_fp32: bool = True
 
     @property

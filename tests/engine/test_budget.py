@@ -289,12 +289,11 @@ def test_activations_may_take_what_the_budget_leaves(tmp_path: Path) -> None:
 def test_a_layers_backward_has_its_small_gradients_a_large_one_and_an_fp32_copy_where_kernels_make_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_fp32: bool
 ) -> None:
-    from ds_vertical.engine.budget import freed
+    from ds_vertical.engine.budget import kernel_copies
     from ds_vertical.engine.memory_check import Forecast, groups_of
     from ds_vertical.model.layers import map_layers
 
-    monkeypatch.setattr(freed, "sums_in_fp32", lambda _: in_fp32)
-
+    monkeypatch.setattr(kernel_copies, "sums_in_fp32", lambda _: in_fp32)
     start_process_group()
     model, config = MixerModel(3, width=1024), base_config(tmp_path, dtype="bf16")
     forecast = Forecast(map_layers(model, None), groups_of(model, None, None), config, resolve(load_section(config), 0))
@@ -338,6 +337,34 @@ def test_a_kernels_copy_is_counted_where_it_takes_memory(dtype: str, most: str) 
     counted, taken = (word == "True" for word in done.stdout.split())
     assert counted == taken
     assert not counted if dtype == "float32" else counted or not most
+
+
+def test_kernels_other_than_those_of_products_count_with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution's weight, or all experts of a layer in one parameter."""
+    from ds_vertical.engine.budget import kernel_copies
+
+    monkeypatch.setattr(kernel_copies, "sums_in_fp32", lambda _: False)
+    matrices, small, large = [(4096, 4096), (4096,)], (16, 16, 3, 3), (512, 512, 3, 3)
+    assert not kernel_copies.are_summed_in_fp32([*matrices, small], [torch.bfloat16])
+    assert kernel_copies.are_summed_in_fp32([*matrices, large], [torch.bfloat16])
+
+
+@pytest.mark.parametrize(
+    ("bytes_of_tries", "copied"),
+    [((6, 6, 6), True), ((6, 6, 2), False), ((2.5, 9, 9), False), ((1, 0, 6), True)],
+    ids=["copy", "other threads take pages at first", "once", "old pages"],
+)
+def test_one_try_without_a_copy_shows_that_a_kernel_makes_none(
+    monkeypatch: pytest.MonkeyPatch, bytes_of_tries: tuple[float, ...], copied: bool
+) -> None:
+    """`bytes_of_tries`: which each try takes anew, an element of the result."""
+    from ds_vertical.engine.budget import kernel_copies
+
+    taken = dict(zip(kernel_copies._TRIES, bytes_of_tries, strict=True))
+    pages = {rows: each * rows * kernel_copies._COLUMNS // mmap.PAGESIZE for rows, each in taken.items()}
+    monkeypatch.setattr(kernel_copies.host, "is_trimmed", lambda: True)
+    monkeypatch.setattr(kernel_copies, "_product", lambda rows, _: pages.get(rows, 0))
+    assert kernel_copies.sums_in_fp32.__wrapped__(torch.bfloat16) == copied
 
 
 class Pinned(torch.Tensor):

@@ -28,7 +28,6 @@ from ds_vertical.engine import api
 from ds_vertical.engine.budget.kernel_copies import sums_in_fp32
 from ds_vertical.errors import LayerError
 from ds_vertical.io import host
-from ds_vertical.offload.autograd.gradient_block import GradientBlock
 from ds_vertical.planner import memory_budget
 
 MIB = 1 << 20
@@ -105,10 +104,9 @@ def _with_shared(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         (None, True, 10.0, 0),
         (8 << 30, True, memory_budget.SPARE_SHARE, 0),
         (8 << 30, True, 1000.0, 3),
-        (8 << 30, False, 1000.0, 3),
-        (8 << 30, False, None, 3 + 2 * 3),
+        (8 << 30, False, 1000.0, 3 + 2 * 3),
     ],
-    ids=["no limit", "room", "limit", "short", "elsewhere"],
+    ids=["no limit", "room", "limit", "short"],
 )
 @pytest.mark.parametrize("build", [partial(MixerModel, width=64, vocab=VOCAB), partial(SharedMixer, VOCAB)], ids=["", "shared"])
 def test_a_run_at_its_least_gives_freed_memory_back(
@@ -116,18 +114,15 @@ def test_a_run_at_its_least_gives_freed_memory_back(
     monkeypatch: pytest.MonkeyPatch,
     limit: int | None,
     keeps_freed: bool,
-    spare: float | None,
+    spare: float,
     count: int,
     build: Callable[[], nn.Module],
 ) -> None:
     """Ahead of the REDUCE of the last layer, of the first and of what is outside them, where little is left of a limit; and
-    where less is left behind each backward of an end of the model, of three micro-batches, whose gradients do not lie in the
-    block. `spare`: in place of a tenth; None: as large, and no gradient lies there."""
+    where less is left behind each backward of an end of the model, of three micro-batches. `spare`: in place of a tenth."""
     chosen = partial(replace, keeps_freed=keeps_freed)
     monkeypatch.setattr(memory_budget, "with_room", lambda terms, *_: chosen(terms))
-    monkeypatch.setattr(api, "SPARE_SHARE", spare or 1000.0)
-    if spare is None:
-        monkeypatch.setattr(GradientBlock, "_place", lambda *_: None)
+    monkeypatch.setattr(api, "SPARE_SHARE", spare)
     config = small_buffers(base_config(tmp_path, dtype="fp32", section={"host_memory_bytes": limit}))
     batches, trimmed, trim = token_batches(2, 3), [], host.trim
     with running(config, build, vertical=True) as (engine, _):
@@ -194,7 +189,6 @@ import ctypes, resource, types
 import torch
 from ds_vertical.engine.assembly import Assembly
 from ds_vertical.io import host
-from ds_vertical.offload.autograd.gradient_block import GradientBlock
 
 host.map_blocks_from(host.MAPPED_AHEAD)
 optimizer = types.SimpleNamespace(optimizer_swapper=None)

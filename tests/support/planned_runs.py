@@ -56,7 +56,7 @@ MODELS = {
 @cache
 def spec_of(name: str, dtype: str) -> ModelSpec:
     spec = read_spec(name, _fields(name), LENGTH, dtype)
-    return replace(spec, sums_in_fp32=sums_in_fp32(_DTYPES[dtype]))  # of this machine
+    return replace(spec, sums_in_fp32=not spec.made_by_products or sums_in_fp32(_DTYPES[dtype]))  # of this machine
 
 
 @cache

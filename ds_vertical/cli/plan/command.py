@@ -121,7 +121,7 @@ def _planned(options: argparse.Namespace) -> JsonObject:
     machine = replace(whole, machine=whole.machine.shared(options.num_ranks))
     spec, fields = _spec(options)
     if options.machine is None and machine.machine.one_memory:
-        spec = replace(spec, sums_in_fp32=_sums_in_fp32(options.dtype))
+        spec = replace(spec, sums_in_fp32=not spec.made_by_products or _sums_in_fp32(options.dtype))
     task = Task(
         spec,
         options.tokens_per_step,

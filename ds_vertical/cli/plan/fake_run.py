@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_vertical.cli.common import JsonObject
 from ds_vertical.cli.plan.block_ops import BlockRecord
+from ds_vertical.engine.budget.kernel_copies import are_made_by_products
 from ds_vertical.errors import ConfigError, LayerError
 from ds_vertical.model.hf import build_model, refused
 from ds_vertical.model.layers import LayerMap, map_layers
@@ -202,6 +203,7 @@ def _read(name: str, model: PreTrainedModel, sequence_length: int, dtype: str) -
         apart=layers.outside.apart,
         block_sizes=max((tuple(map(nn.Parameter.numel, block.parameters())) for block in blocks), key=sum),
         outside_sizes=tuple(param.numel() for unit in layers.outside.units for param in layers.units[unit]),
+        made_by_products=are_made_by_products(param.shape for param in model.parameters()),
         **_frozen(model, layers, sequence_length, end.flops - marks[-1].flops, sum(flops) / len(flops)),
     )
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ds_vertical.compat import accelerator, zero_params
-from ds_vertical.engine.budget.kernel_copies import sums_in_fp32
+from ds_vertical.engine.budget.kernel_copies import are_summed_in_fp32
 from ds_vertical.model.compiled_blocks import is_compiled
 from ds_vertical.model.kept.kinds import runs_others_code
 from ds_vertical.model.layers import LayerMap
@@ -17,12 +17,13 @@ from ds_vertical.planner.model_shape import FreedBytes, kernel_copy_bytes
 from ds_vertical.schedule.events import Unit
 
 
-def freed_bytes(layers: LayerMap, stepped: Collection[int], param_bytes: int) -> FreedBytes:
-    """A unit's gradients as autograd makes them, and a copy of the largest one in fp32, where a kernel sums it so; of the
-    largest parameter that is not trained, a copy in the kernel's order. `stepped`: ids of the parameters that the optimizer
-    has."""
+def freed_bytes(layers: LayerMap, stepped: Collection[int], param_bytes: int, rounds: bool) -> FreedBytes:
+    """A unit's gradients as autograd makes them, and a copy of the largest one in fp32, where a kernel sums it so or the engine
+    `rounds` gradients ahead of their sum; of the largest parameter that is not trained, a copy in the kernel's order.
+    `stepped`: ids of the parameters that the optimizer has."""
     params = [param for members in layers.units.values() for param in members]
-    in_fp32 = not accelerator.is_one_memory() or any(map(sums_in_fp32, _dtypes(params, param_bytes)))
+    shapes, dtypes = map(zero_params.full_shape, params), _dtypes(params, param_bytes)
+    in_fp32 = rounds or not accelerator.is_one_memory() or are_summed_in_fp32(shapes, dtypes)
 
     def most_of(units: Sequence[Unit]) -> int:
         sizes = [(zero_params.full_numel(param), id(param) in stepped) for unit in units for param in layers.units[unit]]

@@ -1,1 +1,0 @@
-"""Gradients as autograd makes them: when each is there, and in which memory."""
