@@ -481,7 +481,7 @@ def _take(param: nn.Parameter, rounding: Callable[[nn.Parameter], torch.dtype]) 
 
 def _pieces(total: torch.Tensor, grads: Sequence[torch.Tensor], touched: bool) -> Iterable[Sequence[torch.Tensor]]:
     """A flat sum and what is added to it, in pieces on the host for several gradients ([Note: gradients in pairs]), and for one
-    of another dtype: torch copies all that it adds to the dtype of a sum that has been `touched`, page by page of new memory."""
+    of another dtype: torch copies all that it adds to the dtype of a sum that has been `touched`, in new memory."""
     size = max(_PIECE, _GRAIN * torch.get_num_threads())
     gains = total.device.type == "cpu" and (len(grads) > 1 or (touched and any(each.dtype != total.dtype for each in grads)))
     if not gains or total.numel() <= size or not all(grad.is_contiguous() for grad in grads):
