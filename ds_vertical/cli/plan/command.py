@@ -219,10 +219,10 @@ def _spec(options: argparse.Namespace) -> tuple[ModelSpec, JsonObject]:
 
 def _sums_in_fp32(dtype: str) -> bool:
     """As the kernels of this machine do, where `initialize` of the plan's run measures them, too."""
-    from ds_vertical.cli.plan.fake_run import DTYPES
+    from ds_vertical.cli.plan.fake_run import TORCH_DTYPES
     from ds_vertical.engine.budget.kernel_copies import sums_in_fp32
 
-    return sums_in_fp32(DTYPES[dtype])
+    return sums_in_fp32(TORCH_DTYPES[dtype])
 
 
 def _limits(machine: Profile, options: argparse.Namespace) -> TierBytes:

@@ -32,7 +32,7 @@ from ds_vertical.types import SUF
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class _Attention(torch.autograd.Function):
@@ -244,7 +244,7 @@ def _model(name: str, fields: JsonObject, dtype: str) -> PreTrainedModel:
     def adjust(config: PreTrainedConfig) -> None:
         config.get_text_config().use_cache = config.use_cache = False
 
-    return build_model(name, fields, adjust, dtype=DTYPES[dtype], attn_implementation="sdpa").train()
+    return build_model(name, fields, adjust, dtype=TORCH_DTYPES[dtype], attn_implementation="sdpa").train()
 
 
 def _run(
