@@ -91,8 +91,8 @@ class Forecast:
         delay, speculation = resolved.optimizer_delay, resolved.optimizer_speculation
         in_files = self._json.state_in_files and (not self.host_share or self._shards.steps_on_ssd)
         self.timing = StepTiming(delay, speculation, self._certain, in_files, resolved.on_nonfinite == "stop")
-        self.pairs = resolved.order == "vertical"  # otherwise layers take turns
-        self.keeps_freed = True
+        self._rounds = config.get("communication_data_type") is not None
+        self.pairs, self.keeps_freed = resolved.order == "vertical", True  # in another order layers take turns
         self.ahead = 0  # slots for state that is read before the norm, once all else is known
         self.most_ahead: int | None = None  # of these, that open files allow; None: any number
         self.why_ahead = ""
@@ -147,7 +147,7 @@ class Forecast:
         pre, *layer_elements = (elements[unit] for unit in every)
         rank = sum(elements.values()) / shards.num_shards
         resting = rank - sum(map(shards.numel, in_files))
-        freed = freed_bytes(self._layers, stepped, self._param_bytes)
+        freed = freed_bytes(self._layers, stepped, self._param_bytes, self._rounds)
         return ModelShape(
             pre,
             tuple(layer_elements),

@@ -102,7 +102,7 @@ class UnitSums:
             self._adopted.add(index)
         contributions = grads if earlier is None else (earlier, *grads)
         total = self._total(index)
-        for piece, *parts in _pieces(total, contributions):
+        for piece, *parts in _pieces(total, contributions, self._touched[index]):
             _accumulate(piece, parts, self._touched[index])
         self._touched[index] = self._touched[index] or bool(contributions)
 
@@ -136,8 +136,7 @@ class UnitSums:
         return [each for each in own if each is not None] if self.flat is None else [self.flat]
 
     def _total(self, index: int) -> torch.Tensor:
-        total = self._memory[index]
-        if total is None:
+        if (total := self._memory[index]) is None:
             total = self._memory[index] = self._new(self._sizes[index])
         return total.narrow(0, 0, self._sizes[index])
 
@@ -230,8 +229,7 @@ class UnitGradients:
 
     def refuse_strays(self) -> None:
         """Raises RuntimeError where a parameter has a gradient already: it would enter the step's sum."""
-        strays = [p for params in (*self._units.values(), *self._unwanted.values()) for p in params if p.grad is not None]
-        if strays:
+        if strays := [p for params in (*self._units.values(), *self._unwanted.values()) for p in params if p.grad is not None]:
             raise RuntimeError(
                 f"{len(strays)} parameters have a .grad before train_batch, from a backward outside it; it would be added to"
                 " this step's gradients: set it to None (model.zero_grad()) first"
@@ -481,10 +479,12 @@ def _take(param: nn.Parameter, rounding: Callable[[nn.Parameter], torch.dtype]) 
     return grad
 
 
-def _pieces(total: torch.Tensor, grads: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
-    """A flat sum and what is added to it, in pieces where several gradients are. See [Note: gradients in pairs]."""
+def _pieces(total: torch.Tensor, grads: Sequence[torch.Tensor], touched: bool) -> Iterable[Sequence[torch.Tensor]]:
+    """A flat sum and what is added to it, in pieces on the host for several gradients ([Note: gradients in pairs]), and for one
+    of another dtype: torch copies all that it adds to the dtype of a sum that has been `touched`, in new memory."""
     size = max(_PIECE, _GRAIN * torch.get_num_threads())
-    if len(grads) < 2 or total.numel() <= size or not all(grad.is_contiguous() for grad in grads):
+    gains = total.device.type == "cpu" and (len(grads) > 1 or (touched and any(each.dtype != total.dtype for each in grads)))
+    if not gains or total.numel() <= size or not all(grad.is_contiguous() for grad in grads):
         return [(total, *grads)]
     return zip(*(tensor.view(-1).split(size) for tensor in (total, *grads)), strict=True)
 

@@ -281,7 +281,9 @@ class ModelSpec:
     block may keep for its backward. `suf`: of the elements outside the blocks, those that the suffix alone uses (null: none are
     known to be such); `apart`: the units outside the layers that may be away (`layers`, [Note: two ends]). `block_sizes`:
     elements of each parameter of the largest block, `outside_sizes`: of each outside the blocks (none: no parameter is small).
-    `ends_in_turn`: whether the forwards' sources show that nothing but the suffix uses `suf`.
+    `ends_in_turn`: whether the forwards' sources show that nothing but the suffix uses `suf`. `made_by_products`: whether
+    all large gradients are made by matrix products or lookups. `sums_in_fp32`: whether kernels of the host sum a gradient in a
+    copy in fp32.
     """
 
     name: str
@@ -305,6 +307,8 @@ class ModelSpec:
     block_sizes: tuple[int, ...] = ()
     outside_sizes: tuple[int, ...] = ()
     ends_in_turn: bool = False
+    made_by_products: bool = False
+    sums_in_fp32: bool = True
 
     @property
     def num_elements(self) -> int:
@@ -426,10 +430,10 @@ class Division:
     one_memory: bool = False
 
 
-def kernel_copy_bytes(largest_trained: int, largest: int, param_bytes: int) -> int:
-    """A kernel's own copy of the largest gradient, which it sums in fp32, or of the largest parameter that is not trained, in
-    the kernel's order. Both: elements of a parameter."""
-    return max(4 * largest_trained, param_bytes * largest)
+def kernel_copy_bytes(largest_trained: int, largest_frozen: int, param_bytes: int, in_fp32: bool) -> int:
+    """A kernel's own copy of the largest gradient, where it sums that `in_fp32`, or of the largest parameter that is not
+    trained, in the kernel's order. Both: elements of a parameter."""
+    return max(4 * in_fp32 * largest_trained, param_bytes * largest_frozen)
 
 
 def _freed(spec: ModelSpec, division: Division) -> FreedBytes:
@@ -439,10 +443,11 @@ def _freed(spec: ModelSpec, division: Division) -> FreedBytes:
     outside, *layers = spec.gradients(blocks) or (spec.pre_elements, *spec.layers(blocks))
     suf = spec.suf.gradients if spec.suf is not None and (division.apart or spec.ends_in_turn) else 0
     trained, in_block = min(largest, max(outside, *layers)), max(spec.block_sizes, default=largest)
+    frozen, in_fp32 = spec.trained is not None, spec.sums_in_fp32
     made = max(_made_at_once(spec, division, max(layers)), outside - suf, suf)
-    most = param_bytes * made + kernel_copy_bytes(trained, largest, param_bytes)
+    most = param_bytes * made + kernel_copy_bytes(trained, frozen * largest, param_bytes, in_fp32)
     made = _made_at_once(replace(spec, largest_parameter=in_block), division, max(layers))
-    of_layers = param_bytes * made + kernel_copy_bytes(min(in_block, max(layers)), in_block, param_bytes)
+    of_layers = param_bytes * made + kernel_copy_bytes(min(in_block, max(layers)), frozen * in_block, param_bytes, in_fp32)
     return FreedBytes(most, min(of_layers, most), of_layers + blocks * division.sequences * spec.block_saved_bytes)
 
 
@@ -464,7 +469,8 @@ def _working_bytes(spec: ModelSpec, division: Division) -> int:
     in_prefix = param_bytes * (outside - (suf or 0))
     needed, largest = max(in_layer, in_head, in_prefix), spec.largest_parameter
     if division.one_memory:
-        return needed + kernel_copy_bytes(min(largest, max(outside, *layers)), largest, param_bytes)
+        frozen = 0 if spec.trained is None else largest
+        return needed + kernel_copy_bytes(min(largest, max(outside, *layers)), frozen, param_bytes, spec.sums_in_fp32)
     copied = 0 if trained is None else largest * param_bytes
     return max(copied + needed, _freed(spec, division).most)
 
@@ -472,20 +478,14 @@ def _working_bytes(spec: ModelSpec, division: Division) -> int:
 def shape_of(spec: ModelSpec, seconds: Seconds, division: Division) -> ModelShape:
     """The model as the schedule sees it. `seconds`: of one micro-batch of that many sequences."""
     blocks_per_layer, sequences = division.blocks_per_layer, division.sequences
-    elements = spec.layers(blocks_per_layer)
-    param_bytes = DTYPE_BYTES[spec.dtype]
     gradients = spec.gradients(blocks_per_layer)
     suf = spec.suf if division.apart else None
     pre_elements = spec.pre_elements - (0 if suf is None else suf.elements)
     if gradients is not None and suf is not None:
         gradients = (gradients[0] - suf.gradients, *gradients[1:])
     shape = ModelShape(
-        pre_elements,
-        elements,
-        0.0,
-        0.0,
-        sequences * spec.passed_bytes,
-        param_bytes=param_bytes,
+        *(pre_elements, spec.layers(blocks_per_layer), 0.0, 0.0, sequences * spec.passed_bytes),
+        param_bytes=DTYPE_BYTES[spec.dtype],
         num_shards=division.num_shards,
         generations=division.generations,
         part_elements=division.part_elements,

@@ -285,10 +285,15 @@ def test_activations_may_take_what_the_budget_leaves(tmp_path: Path) -> None:
     assert 0 < needed < limit and limit - needed <= left < limit
 
 
-def test_a_layers_backward_has_its_small_gradients_a_large_one_and_an_fp32_copy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_a_layers_backward_has_its_small_gradients_a_large_one_and_an_fp32_copy_where_kernels_make_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_fp32: bool
+) -> None:
+    from ds_vertical.engine.budget import kernel_copies
     from ds_vertical.engine.memory_check import Forecast, groups_of
     from ds_vertical.model.layers import map_layers
 
+    monkeypatch.setattr(kernel_copies, "sums_in_fp32", lambda _: in_fp32)
     start_process_group()
     model, config = MixerModel(3, width=1024), base_config(tmp_path, dtype="bf16")
     forecast = Forecast(map_layers(model, None), groups_of(model, None, None), config, resolve(load_section(config), 0))
@@ -296,13 +301,70 @@ def test_a_layers_backward_has_its_small_gradients_a_large_one_and_an_fp32_copy(
     around = sum(param.numel() for name, param in model.named_parameters() if not name.startswith("blocks"))
     at_once = sum(size for size in sizes if size < LARGE) + max(sizes)
     assert sum(sizes) > at_once > around, "nothing that this could show"
-    working = 2 * at_once + 4 * max(param.numel() for param in model.parameters())
+    working = 2 * at_once + 4 * in_fp32 * max(param.numel() for param in model.parameters())
     items = {item.what: item.num_bytes for item in budget(forecast.shape, forecast.terms, forecast.further(0))}
     assert items["freed memory that is kept"] == working
     pairs = 2 * 2 * sum(sizes)  # all of the layer's, and those of the micro-batch before, which wait for them
     assert items["one layer's backward"] == working + pairs
     one = replace(forecast.terms, num_micro_batches=1)
     assert {item.what: item.num_bytes for item in budget(forecast.shape, one)}["one layer's backward"] == working
+
+
+SUMS = """
+import resource, sys, torch
+from ds_vertical.engine.budget.kernel_copies import sums_in_fp32
+from ds_vertical.io import host
+
+host.map_blocks_from(4 << 20)
+dtype = getattr(torch, sys.argv[1])
+left, right = torch.ones(8, 8192, dtype=dtype), torch.ones(8, 1024, dtype=dtype)
+left.t() @ right
+open("/proc/self/clear_refs", "w").write("5")  # the peak is what is resident
+before = host.resident_bytes()
+made = left.t() @ right
+peak = 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(sums_in_fp32(dtype), peak - before > 4 * made.numel() + made.nbytes // 2)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("most", ["", "AVX2"], ids=["all instructions", "few"])
+def test_a_kernels_copy_is_counted_where_it_takes_memory(dtype: str, most: str) -> None:
+    """oneDNN takes no instructions beyond `ONEDNN_MAX_CPU_ISA`; what AVX2 lacks for bf16 and fp16 is summed in fp32."""
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": most} if most else dict(os.environ)
+    command = [sys.executable, "-c", SUMS, dtype]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=200)
+    counted, taken = (word == "True" for word in done.stdout.split())
+    assert counted == taken
+    assert not counted if dtype == "float32" else counted or not most
+
+
+def test_kernels_other_than_those_of_products_count_with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution's weight, or all experts of a layer in one parameter."""
+    from ds_vertical.engine.budget import kernel_copies
+
+    monkeypatch.setattr(kernel_copies, "sums_in_fp32", lambda _: False)
+    matrices, small, large = [(4096, 4096), (4096,)], (16, 16, 3, 3), (512, 512, 3, 3)
+    assert not kernel_copies.are_summed_in_fp32([*matrices, small], [torch.bfloat16])
+    assert kernel_copies.are_summed_in_fp32([*matrices, large], [torch.bfloat16])
+
+
+@pytest.mark.parametrize(
+    ("bytes_of_tries", "copied"),
+    [((6, 6, 6), True), ((6, 6, 2), False), ((2.5, 9, 9), False), ((1, 0, 6), True)],
+    ids=["copy", "other threads take pages at first", "once", "old pages"],
+)
+def test_one_try_without_a_copy_shows_that_a_kernel_makes_none(
+    monkeypatch: pytest.MonkeyPatch, bytes_of_tries: tuple[float, ...], copied: bool
+) -> None:
+    """`bytes_of_tries`: which each try takes anew, an element of the result."""
+    from ds_vertical.engine.budget import kernel_copies
+
+    taken = dict(zip(kernel_copies._TRIES, bytes_of_tries, strict=True))
+    pages = {rows: each * rows * kernel_copies._COLUMNS // mmap.PAGESIZE for rows, each in taken.items()}
+    monkeypatch.setattr(kernel_copies.host, "is_trimmed", lambda: True)
+    monkeypatch.setattr(kernel_copies, "_product", lambda rows, _: pages.get(rows, 0))
+    assert kernel_copies.sums_in_fp32.__wrapped__(torch.bfloat16) == copied
 
 
 class Pinned(torch.Tensor):

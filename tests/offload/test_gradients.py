@@ -59,6 +59,40 @@ def test_the_sum_has_the_bits_of_one_addition_after_the_other(count: int, unit: 
         assert torch.equal(flat.view(total.shape), total)
 
 
+BF16, FP32 = torch.bfloat16, torch.float32
+PIECES = 8
+
+
+@pytest.mark.parametrize(
+    ("unit", "dtypes", "device", "calls"),
+    [
+        (0, (FP32, BF16), "cpu", [0, 2 * PIECES]),  # the first one waits for the second
+        ("pre", (FP32, BF16), "cpu", [1, PIECES]),  # a copy takes no memory beside the sum
+        ("pre", (FP32, FP32), "cpu", [1, 1]),
+        ("pre", (BF16, BF16), "cpu", [1, 1]),
+        ("pre", (FP32, BF16), "meta", [1, 1]),  # as on a GPU, which makes no copy
+        (0, (FP32, BF16), "meta", [0, 2]),
+    ],
+)
+def test_gradients_are_added_piece_by_piece_where_that_saves_time_or_memory(
+    unit: Unit, dtypes: tuple[torch.dtype, torch.dtype], device: str, calls: list[int]
+) -> None:
+    """torch's `add_` makes a copy in the sum's dtype of all that it adds at a time."""
+    dtype, made_in = dtypes
+    param = nn.Parameter(torch.zeros(PIECES * grad_accumulator._PIECE, dtype=made_in, device=device))
+    facts = ParamFacts(nn.Parameter.numel, lambda param: param.dtype)
+    store = GradientStore({unit: [param]}, dtype, facts, place=SumPlace(device), pairs=True)
+    for expected in calls:
+        param.grad = torch.ones_like(param)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as made:
+            store.add(unit)
+        events = [each for each in made.events() if each.name in ("aten::add_", "aten::copy_")]
+        outer = [each for each in events if each.cpu_parent is None]
+        assert len(outer) == expected
+        copied = max((each.self_cpu_memory_usage for each in made.events()), default=0)
+        assert expected < 2 or device == "meta" or 0 < copied <= 4 * grad_accumulator._PIECE
+
+
 def test_a_gradient_that_is_transposed_is_added_where_it_belongs() -> None:
     (param,) = new_params((700, 1000))
     store, expected = new_store({0: [param]}), torch.zeros(param.shape)

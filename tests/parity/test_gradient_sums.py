@@ -101,6 +101,20 @@ def test_where_freed_memory_goes_back_the_last_layers_gradients_do_not_wait_and_
     assert waited == ({0, 1, 2} if keeps_freed else {0, 1})
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_gradients_of_ends_that_are_larger_than_layers_have_stocks_bits_where_freed_memory_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Those in bf16 are added piece by piece."""
+    config = small_buffers(
+        base_config(tmp_path, dtype=dtype, num_micro_batches=3, clip=CLIP, section={"layers": ["blocks"]}), 3_000_000
+    )
+    build = partial(MixerModel, 2, width_of(dtype), None, 0.0, 3_000)
+    stock = run_arm(config, build, token_batches(3, 3), vertical=False)
+    monkeypatch.setattr(memory_budget, "with_room", lambda terms, *_: replace(terms, pairs=True, keeps_freed=False))
+    assert_identical(stock, run_arm(config, build, token_batches(3, 3), vertical=True))
+
+
 # ---- hooks
 
 

@@ -16,6 +16,7 @@ from ds_vertical.config.cross_check import check
 from ds_vertical.config.resolve import resolve
 from ds_vertical.config.section import load_section
 from ds_vertical.engine import memory_check
+from ds_vertical.engine.budget.kernel_copies import sums_in_fp32
 from ds_vertical.model.hf import build_model
 from ds_vertical.model.layers import map_layers
 from ds_vertical.planner import linear_program, machine, memory_budget, search
@@ -54,7 +55,8 @@ MODELS = {
 
 @cache
 def spec_of(name: str, dtype: str) -> ModelSpec:
-    return read_spec(name, _fields(name), LENGTH, dtype)
+    spec = read_spec(name, _fields(name), LENGTH, dtype)
+    return replace(spec, sums_in_fp32=not spec.made_by_products or sums_in_fp32(_DTYPES[dtype]))  # of this machine
 
 
 @cache

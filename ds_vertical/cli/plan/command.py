@@ -120,6 +120,8 @@ def _planned(options: argparse.Namespace) -> JsonObject:
     network = with_pairs(network, whole.machine)
     machine = replace(whole, machine=whole.machine.shared(options.num_ranks))
     spec, fields = _spec(options)
+    if options.machine is None and machine.machine.one_memory:
+        spec = replace(spec, sums_in_fp32=not spec.made_by_products or _sums_in_fp32(options.dtype))
     task = Task(
         spec,
         options.tokens_per_step,
@@ -213,6 +215,14 @@ def _spec(options: argparse.Namespace) -> tuple[ModelSpec, JsonObject]:
     targets = tuple(filter(None, (options.lora_targets or "").split(",")))
     lora = None if options.lora is None else Lora(options.lora, targets)
     return read_spec(Path(options.model).stem, fields, length, options.dtype, lora), fields
+
+
+def _sums_in_fp32(dtype: str) -> bool:
+    """As the kernels of this machine do, where `initialize` of the plan's run measures them, too."""
+    from ds_vertical.cli.plan.fake_run import TORCH_DTYPES
+    from ds_vertical.engine.budget.kernel_copies import sums_in_fp32
+
+    return sums_in_fp32(TORCH_DTYPES[dtype])
 
 
 def _limits(machine: Profile, options: argparse.Namespace) -> TierBytes:

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_vertical.cli.common import JsonObject
 from ds_vertical.cli.plan.block_ops import BlockRecord
+from ds_vertical.engine.budget.kernel_copies import are_made_by_products
 from ds_vertical.errors import ConfigError, LayerError
 from ds_vertical.model.hf import build_model, refused
 from ds_vertical.model.layers import LayerMap, map_layers
@@ -31,7 +32,7 @@ from ds_vertical.types import SUF
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class _Attention(torch.autograd.Function):
@@ -202,6 +203,7 @@ def _read(name: str, model: PreTrainedModel, sequence_length: int, dtype: str) -
         apart=layers.outside.apart,
         block_sizes=max((tuple(map(nn.Parameter.numel, block.parameters())) for block in blocks), key=sum),
         outside_sizes=tuple(param.numel() for unit in layers.outside.units for param in layers.units[unit]),
+        made_by_products=are_made_by_products(param.shape for param in model.parameters()),
         **_frozen(model, layers, sequence_length, end.flops - marks[-1].flops, sum(flops) / len(flops)),
     )
 
@@ -242,7 +244,7 @@ def _model(name: str, fields: JsonObject, dtype: str) -> PreTrainedModel:
     def adjust(config: PreTrainedConfig) -> None:
         config.get_text_config().use_cache = config.use_cache = False
 
-    return build_model(name, fields, adjust, dtype=_DTYPES[dtype], attn_implementation="sdpa").train()
+    return build_model(name, fields, adjust, dtype=TORCH_DTYPES[dtype], attn_implementation="sdpa").train()
 
 
 def _run(
