@@ -21,7 +21,7 @@ from ds_vertical.engine.checkpoint import shared_dir
 from ds_vertical.engine.checkpoint.run_state import FurtherState
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.integrations.three_calls import ThreeCalls
-from ds_vertical.engine.module_hooks import load_identity_node
+from ds_vertical.engine.module_hooks import load_forward_ops
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.run_log import network_of
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
@@ -111,7 +111,7 @@ class VerticalEngine(CallableEngine):
 
     def _configure_zero_optimizer(self, optimizer: object) -> Any:  # override
         check_optimizer(optimizer)
-        load_identity_node()  # a compile belongs ahead of the steps
+        load_forward_ops()  # a compile belongs ahead of the steps
         with engine.substituted_stage3(partial(VerticalStage3, layers=self.layers, vertical=self.vertical)):
             return super()._configure_zero_optimizer(optimizer)
 

@@ -103,7 +103,7 @@ IDENTITY_NODE = OwnOp(
     "joint.cpp",
     (),
     "CPUAdamBuilder",
-    "nodes written in Python stand in: same result, some percent slower",
+    "nodes and calls written in Python stand in: same result, some percent slower",
 )
 BLOCK_QUANTIZE = OwnOp(
     "block_quantize",
@@ -284,17 +284,40 @@ def new_disk_queue(aio: Mapping[str, Any], observer: Observer | None = None) -> 
     return queue
 
 
-# ---- autograd
+# ---- what each forward of a block does many times
+
+
+class StateReader(Protocol):
+    """Captures the state of the calling thread."""
+
+    def capture(self) -> Any:
+        """A `Host` of `ds_vertical.model.thread_state`, with the attributes of its `HostState`."""
+        ...
+
+
+class ForwardOps(Protocol):
+    """The op of `joint`, whose calls hold the interpreter's lock.
+
+    `NodesAround(module, hook, behind)`: called with `(args, kwargs)` it makes the module's call as torch's `_call_impl` does,
+    in less time where `hook`, which puts identity nodes behind tensors, is the one hook at both of the module's ends.
+    `behind(module, args, kwargs, result)` is asked where the forward itself has put hooks on. `StateReader(devices)`: for the
+    kinds of these devices.
+    """
+
+    NodesAround: Callable[..., Callable[[tuple[Any, ...], dict[str, Any]], Any]]
+    StateReader: Callable[[Sequence[torch.device]], StateReader]
+
+    def joint(self, tensor: torch.Tensor, /) -> torch.Tensor:
+        """The tensor behind a node of its own in the graph, without the interpreter in forward or backward."""
+        ...
 
 
 @functools.cache
-def identity_node() -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """From a tensor to the same one behind a node of its own in the graph, without the interpreter in forward or backward.
-
-    None where it cannot be compiled, as a RuntimeWarning says: a node written in Python gives the same result, more slowly.
-    """
-    module = IDENTITY_NODE.load_or_warn()
-    return None if module is None else module.joint
+def forward_ops() -> ForwardOps | None:
+    """The compiled module. None where it cannot be compiled, as a RuntimeWarning says: Python gives the same then, more
+    slowly."""
+    module: Any = IDENTITY_NODE.load_or_warn()
+    return module
 
 
 # ---- collectives in few bits
