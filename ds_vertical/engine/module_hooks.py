@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_vertical.compat.engine import DeepSpeedEngine, model_of, module_hooks
 from ds_vertical.compat.ops import load
-from ds_vertical.compat.zero_params import apply_to_tensors_only
+from ds_vertical.compat.zero_params import apply_to_tensors_only, reading_plainly
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.compiled_blocks import any_compiled, graph_break, refuse_compiled_around, short_call
 from ds_vertical.model.layers import LayerMap
@@ -92,7 +92,8 @@ def suspended_hooks(engine: DeepSpeedEngine, layers: LayerMap, *, noted: bool = 
     in_place |= dict.fromkeys((handle.id for handle in stock.backward), hook)
     hooks = _HooksOfModules((*stock.forward, *stock.backward, *stock.others), in_place)
     calls = _ShortCalls(() if noted or breaks else model.modules(), hook)
-    with Changed(hooks.put_back, hooks.suspend), Changed(calls.take_off, calls.put_on):
+    plain = reading_plainly(() if breaks else model.modules())
+    with Changed(hooks.put_back, hooks.suspend), plain, Changed(calls.take_off, calls.put_on):
         yield
 
 

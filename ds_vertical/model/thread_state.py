@@ -131,6 +131,11 @@ class Host(Protocol):
         ...
 
     @property
+    def autocast(self) -> Sequence[tuple[Any, ...]]:
+        """Of each device type: the values of `AutocastState`."""
+        ...
+
+    @property
     def settings(self) -> tuple[Any, ...]:
         """The values of `Settings`."""
         ...
@@ -237,6 +242,11 @@ class ThreadState:
     def inference(self) -> bool:
         """Inference mode."""
         return self.host.inference
+
+    @property
+    def autocast(self) -> tuple[tuple[Any, ...], ...]:
+        """Of each device type: the values of `AutocastState`."""
+        return tuple(self.host.autocast)
 
     @classmethod
     def capture(cls) -> ThreadState:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
@@ -93,25 +93,35 @@ class BlockState:
     requires grad is an output of the block, like those that it returns. A small tensor it may write in place (`aux += ...`): it
     gets a copy of the twin.
 
-    `tracks`: of the items that the block may find. `carriers`: the containers that it is given. `copies`: the elements of
-    tensors that require no grad are kept, too.
+    `tracks`: of the items that the block may find. `values`: the objects that it is given and may write into. `copies`: the
+    elements of tensors that require no grad are kept, too.
     """
 
     def __init__(
-        self, tracked: TrackedState, block: int, tracks: Sequence[Track], carriers: Sequence[Container], copies: bool
+        self, tracked: TrackedState, block: int, tracks: Sequence[Track], values: Sequence[object], copies: bool
     ) -> None:
         self._tracked = tracked
         self._block = block
-        self._carriers = carriers
-        self._began_empty = not tracks and all(type(each.owner) in (dict, list) and not each.owner for each in carriers)
-        quiet = (track for track in tracks if tracked.is_quiet(track) and not any(tensors_of(track.installed)))
-        self._quiet = {id(track) for track in quiet}  # and nothing of them is lent
-        self._versions: list[tuple[Track, Version]] = [(track, self._now_of(track, track.installed)) for track in tracks]
-        self._carried: Pairs = tuple((container, container.read()) for container in carriers)
+        self._values = values
+        self._began_empty = not tracks and are_empty(values)
+        self._quiet: set[int] = set()
+        self._versions: list[tuple[Track, Version]] = []
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a copy of a twin, and the twin
-        near = [t for t, _ in self._versions if t.item.region in (OUTSIDE, block)]
-        pairs, near_pairs = ((), ()) if self._found_nothing() else (self._pairs(), self._pairs(near))
-        self._elements = FoundElements(tracked, pairs, near_pairs, copies)
+        self._elements: FoundElements | None = None
+        if not self._began_empty:
+            quiet = (track for track in tracks if tracked.is_quiet(track) and not any(tensors_of(track.installed)))
+            self._quiet = {id(track) for track in quiet}  # and nothing of them is lent
+            self._versions += [(track, self._now_of(track, track.installed)) for track in tracks]
+            near = [t for t, _ in self._versions if t.item.region in (OUTSIDE, block)]
+            self._elements = FoundElements(tracked, self._pairs(), self._pairs(near), copies)
+
+    @cached_property
+    def _carried(self) -> Pairs:
+        """The containers among the values with their contents at the call. First asked for then, unless they were empty."""
+        if self._began_empty:
+            found = (container_of(value, given=True) for value in self._values)
+            return tuple((container, Contents()) for container in found if container is not None)
+        return tuple((container, container.read()) for container in containers(self._values, given=True))
 
     def _found_nothing(self) -> bool:
         """Whether no state changes, and the block was given no objects but empty lists and dicts."""
@@ -120,7 +130,7 @@ class BlockState:
     def is_empty(self) -> bool:
         """Whether, besides, these lists and dicts are empty now. transformers gives every block a dict in which to collect
         outputs, and most calls leave it empty."""
-        return self._found_nothing() and not any(each.owner for each in self._carriers)
+        return self._found_nothing() and not any(self._values)
 
     def _now_of(self, track: Track, last: Version) -> Version:
         return last if id(track) in self._quiet else track.item.capture(last)
@@ -186,9 +196,9 @@ class BlockState:
         return _once((*places, *self._carried_now()))
 
     def _carried_now(self) -> Pairs:
-        if not self._carriers or self.is_empty():
-            return tuple((container, Contents()) for container in self._carriers)
-        below = containers([container.owner for container in self._carriers], given=True)
+        if not self._carried or self.is_empty():
+            return tuple((container, Contents()) for container, _ in self._carried)
+        below = containers([container.owner for container, _ in self._carried], given=True)
         return tuple((container, container.read()) for container in below)
 
     @contextlib.contextmanager
@@ -210,7 +220,8 @@ class BlockState:
         places = [pair for pair in waiting if isinstance(pair[0].item, PlaceItem)]
 
         def put_call_there() -> None:
-            now.extend(self._elements.restore())
+            if self._elements is not None:
+                now.extend(self._elements.restore())
             self._install([held for _, held in after])
             self.lend(twins)
 
@@ -239,6 +250,11 @@ class BlockState:
             if version is not now_held:
                 track.item.install(version)
         put_back(self._carried)
+
+
+def are_empty(values: Iterable[object]) -> bool:
+    """Whether the values are lists and dicts in which nothing lies."""
+    return not any(type(each) not in (dict, list) or each for each in values)
 
 
 def tensors_in_objects(values: Iterable[object]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
