@@ -51,7 +51,7 @@ keep_signature(LinearFunctionForZeroStage3.forward)
 class _ReadPlainly(ZeROOrderedDict):
     """A module's parameters by name, as a dict gives them: no look whether one is gathered."""
 
-    __getitem__ = OrderedDict.__getitem__
+    __getitem__: Any = OrderedDict.__getitem__
 
     def __reduce__(self) -> Any:
         return ZeROOrderedDict, *super().__reduce__()[1:]

@@ -109,9 +109,10 @@ class _ShortCalls:
 
     def __init__(self, modules: Iterable[torch.nn.Module], hook: Hook) -> None:
         compiled = load.forward_ops()
+        nodes_around: Any = None if compiled is None else compiled.NodesAround
         self._calls = [
-            (module, short_call(module, compiled.NodesAround(module, hook, _run_hooks_behind)))
-            for module in (() if compiled is None else modules)
+            (module, short_call(module, nodes_around(module, hook, _run_hooks_behind)))
+            for module in (modules if nodes_around is not None else ())
             if type(module)._call_impl is torch.nn.Module._call_impl and not isinstance(module, torch.jit.ScriptModule)
         ]
 
