@@ -59,7 +59,7 @@ def load_identity_node() -> Callable[[torch.Tensor], torch.Tensor]:
     return behind_node
 
 
-def _identity_hook(noted: bool, breaks: bool) -> Hook:
+def identity_hook(noted: bool, breaks: bool) -> Hook:
     """What stands where one of stock's backward hooks stood: see [Note: joints]. `noted`: its tensor is known as one over the
     memory of the tensor before it. `breaks`: no compiler looks into it."""
     behind_node = load_identity_node()
@@ -88,16 +88,16 @@ def suspended_hooks(engine: DeepSpeedEngine, layers: LayerMap, *, noted: bool = 
     if breaks:
         refuse_compiled_around(model, layers.blocks)
         in_place |= {handle.id: graph_break for handle in (*stock.forward, *stock.backward)}
-    hook = _identity_hook(noted, breaks)
+    hook = identity_hook(noted, breaks)
     in_place |= dict.fromkeys((handle.id for handle in stock.backward), hook)
     hooks = _HooksOfModules((*stock.forward, *stock.backward, *stock.others), in_place)
-    calls = _ShortCalls(() if noted or breaks else model.modules(), hook)
+    calls = ShortCalls(() if noted or breaks else model.modules(), hook)
     plain = reading_plainly(() if breaks else model.modules())
     with Changed(hooks.put_back, hooks.suspend), plain, Changed(calls.take_off, calls.put_on):
         yield
 
 
-class _ShortCalls:
+class ShortCalls:
     """The calls of modules without the interpreter in between, while `hook` is the one hook at their ends.
 
     [Note: short calls] Torch runs a module's hooks in Python: for these nodes that took a fifth of a small block's forward. So
@@ -111,7 +111,7 @@ class _ShortCalls:
         compiled = load.forward_ops()
         nodes_around: Any = None if compiled is None else compiled.NodesAround
         self._calls = [
-            (module, short_call(module, nodes_around(module, hook, _run_hooks_behind)))
+            (module, short_call(module, nodes_around(module, hook, run_hooks_behind)))
             for module in (modules if nodes_around is not None else ())
             if type(module)._call_impl is torch.nn.Module._call_impl and not isinstance(module, torch.jit.ScriptModule)
         ]
@@ -127,7 +127,7 @@ class _ShortCalls:
             module.__dict__.pop("_compiled_call_impl", None)
 
 
-def _run_hooks_behind(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+def run_hooks_behind(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     """What torch's `_call_impl` makes of a forward's result, of whose hooks the forward has changed some."""
     everywhere = torch.nn.modules.module._global_forward_hooks
     with_kwargs = torch.nn.modules.module._global_forward_hooks_with_kwargs

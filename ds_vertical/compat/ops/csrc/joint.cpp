@@ -2,7 +2,7 @@
 //
 // What every forward of a block does many times, without the interpreter:
 // - a tensor as it is, behind a node of its own in the graph: what [Note: joints] in module_hooks.py needs;
-// - a module's call with such nodes at its ends, as torch makes it of the hooks there (`calls.py` says when);
+// - a module's call with such nodes at its ends, as torch makes it of the hooks there: see [Note: short calls] there;
 // - the host's part of what torch keeps per thread, captured and put back (`thread_state.HostState` in Python gives the same).
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -105,11 +105,9 @@ bool all_known(PyObject* values)
 
 PyObject* behind_node(PyObject* value)
 {
-    if (is_no_tensor(value)) {
-        Py_INCREF(value);
-        return value;
-    }
-    return THPVariable_Wrap(Joint::apply(THPVariable_Unpack(value)));
+    HANDLE_TH_ERRORS
+    return is_no_tensor(value) ? Py_NewRef(value) : THPVariable_Wrap(Joint::apply(THPVariable_Unpack(value)));
+    END_HANDLE_TH_ERRORS
 }
 
 // A tuple of known values, the tensors among them behind nodes. nullptr and an error of Python's where that cannot be.
@@ -127,6 +125,8 @@ PyObject* all_behind_nodes(PyObject* values)
 
 // Called with the arguments of a module's call, (args, kwargs). Where the module has `hook` at both ends and no other hook, and
 // all values are of known kinds, it does what torch's `_call_impl` does. Else it calls that, or behind the forward `behind`.
+// Nothing of torch's may be open around the module's forward, such as a handler of warnings: a forward parks in there, and what
+// torch keeps per thread would point into the stack of a coroutine that is away.
 struct NodesAround {
     PyObject_HEAD
     vectorcallfunc vectorcall;
@@ -156,16 +156,11 @@ PyObject* what_hooks_make(const NodesAround* own, PyObject* dict, PyObject* args
     if (is_plain_tensor(result) || is_no_tensor(result)) return behind_node(result);
     if (PyTuple_CheckExact(result) && all_known(result)) return all_behind_nodes(result);
     THPObjectPtr made(PyObject_CallFunctionObjArgs(own->hook, own->module, args, result, nullptr));
-    if (made && made.get() == Py_None) {
-        Py_INCREF(result);
-        return result;
-    }
-    return made.release();
+    return made && made.get() == Py_None ? Py_NewRef(result) : made.release();
 }
 
 PyObject* call(PyObject* self, PyObject* const* given, size_t num_given, PyObject* names_given)
 {
-    HANDLE_TH_ERRORS
     const auto* own = reinterpret_cast<NodesAround*>(self);
     if (PyVectorcall_NARGS(num_given) != 2 || names_given || !PyTuple_CheckExact(given[0]) || !PyDict_CheckExact(given[1])) {
         PyErr_SetString(PyExc_TypeError, "a tuple of arguments and a dict are expected");
@@ -185,7 +180,6 @@ PyObject* call(PyObject* self, PyObject* const* given, size_t num_given, PyObjec
     if (!forward) return nullptr;
     THPObjectPtr result(PyObject_Call(forward, behind_nodes, PyDict_GET_SIZE(kwargs) ? kwargs : nullptr));
     return result ? what_hooks_make(own, dict, behind_nodes, kwargs, result) : nullptr;
-    END_HANDLE_TH_ERRORS
 }
 
 PyObject* new_nodes_around(PyTypeObject* type, PyObject* args, PyObject*)
@@ -425,6 +419,7 @@ private:
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module)
 {
     namespace py = pybind11;
+    tables();
     module.def("joint", [](const at::Tensor& tensor) { return Joint::apply(tensor); });
     module.attr("NodesAround") = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(nodes_around_type()));
     py::class_<HostState>(module, "HostState", py::module_local())
