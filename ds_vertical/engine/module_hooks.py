@@ -13,7 +13,13 @@ from ds_vertical.compat.engine import DeepSpeedEngine, model_of, module_hooks
 from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_params import apply_to_tensors_only, reading_plainly
 from ds_vertical.interrupts import Changed
-from ds_vertical.model.compiled_blocks import any_compiled, graph_break, refuse_compiled_around, short_call
+from ds_vertical.model.compiled_blocks import (
+    any_compiled,
+    graph_break,
+    is_called_as_torch_does,
+    refuse_compiled_around,
+    short_call,
+)
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.tensor_refs import note_alias
 from ds_vertical.model.thread_state import HostState, autocast_device_types, capture_host_by
@@ -113,7 +119,7 @@ class ShortCalls:
         self._calls = [
             (module, short_call(module, nodes_around(module, hook, run_hooks_behind)))
             for module in (modules if nodes_around is not None else ())
-            if type(module)._call_impl is torch.nn.Module._call_impl and not isinstance(module, torch.jit.ScriptModule)
+            if is_called_as_torch_does(module)
         ]
 
     def put_on(self) -> None:
@@ -127,7 +133,7 @@ class ShortCalls:
             module.__dict__.pop("_compiled_call_impl", None)
 
 
-def run_hooks_behind(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+def run_hooks_behind(module: torch.nn.Module, args: object, kwargs: object, result: object) -> object:
     """What torch's `_call_impl` makes of a forward's result, of whose hooks the forward has changed some."""
     everywhere = torch.nn.modules.module._global_forward_hooks
     with_kwargs = torch.nn.modules.module._global_forward_hooks_with_kwargs

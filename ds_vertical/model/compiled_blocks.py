@@ -20,7 +20,9 @@ from ds_vertical.errors import LayerError
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.layers import Block
 
-Call = Callable[[tuple[object, ...], dict[str, object]], object]  # of a module, with its arguments by position and by name
+ModuleCall = Callable[
+    [tuple[object, ...], dict[str, object]], object
+]  # of a module, with its arguments by position and by name
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REMEDY = (
     "compile the blocks instead, before ds_vertical.initialize:"
@@ -38,7 +40,13 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
-def short_call(module: nn.Module, make: Call) -> Callable[..., object]:
+def is_called_as_torch_does(module: nn.Module) -> bool:
+    """Whether torch's own `_call_impl` makes the module's calls."""
+    cls = type(module)
+    return cls._call_impl is nn.Module._call_impl and not isinstance(module, torch.jit.ScriptModule)
+
+
+def short_call(module: nn.Module, make: ModuleCall) -> Callable[..., object]:
     """What may stand in the place of a compiled call: `make` makes the module's call as torch's own `_call_impl` does. No
     compiler gets to see it."""
 

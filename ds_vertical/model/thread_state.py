@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -109,6 +109,8 @@ def _matmul_precision() -> str | None:
         return None
 
 
+SettingsValues = tuple[torch.dtype, tuple[bool, bool], tuple[bool, bool, bool, bool], str | None]
+
 _PUT_ATTENTION: Final[tuple[Callable[[bool], None], ...]] = (
     torch.backends.cuda.enable_flash_sdp,
     torch.backends.cuda.enable_mem_efficient_sdp,
@@ -117,7 +119,7 @@ _PUT_ATTENTION: Final[tuple[Callable[[bool], None], ...]] = (
 )
 
 
-class Host(Protocol):
+class HostPart(Protocol):
     """What torch keeps per thread on the host, and its settings, at one moment: a `HostState`, or the compiled op's."""
 
     @property
@@ -131,12 +133,17 @@ class Host(Protocol):
         ...
 
     @property
-    def autocast(self) -> Sequence[tuple[Any, ...]]:
+    def autocast(self) -> Sequence[tuple[str, bool, torch.dtype]]:
         """Of each device type: the values of `AutocastState`."""
         ...
 
     @property
-    def settings(self) -> tuple[Any, ...]:
+    def rng(self) -> torch.Tensor:
+        """The random stream, as torch's `get_rng_state` gives it."""
+        ...
+
+    @property
+    def settings(self) -> SettingsValues:
         """The values of `Settings`."""
         ...
 
@@ -148,17 +155,18 @@ class Host(Protocol):
         """Put back only the random stream."""
         ...
 
-    def with_rng_of(self, other: Any) -> Host:
+    def with_rng_of(self, other: HostPart) -> HostPart:
         """This state with the random stream of another one of the same kind."""
         ...
 
-    def without_autocast_cache(self) -> Host:
+    def without_autocast_cache(self) -> HostPart:
         """This state with autocast's cache off."""
         ...
 
 
-class HostState(NamedTuple):
-    """As `Host`, in Python: for where the compiled op cannot be had, which gives the same in less time."""
+@dataclass(frozen=True, slots=True)
+class HostState:
+    """As `HostPart`, in Python: for where the compiled op cannot be had, which gives the same in less time."""
 
     grad: bool
     inference: bool
@@ -166,7 +174,7 @@ class HostState(NamedTuple):
     autocast_cache: bool
     autocast_nesting: int
     rng: torch.Tensor
-    settings: tuple[Any, ...]
+    settings: SettingsValues
 
     @classmethod
     def capture(cls) -> HostState:
@@ -185,7 +193,7 @@ class HostState(NamedTuple):
         )
 
     def apply(self) -> bool:
-        """See `Host.apply`."""
+        """See `HostPart.apply`."""
         for autocast in self.autocast:
             autocast.apply()
         torch.set_autocast_cache_enabled(self.autocast_cache)
@@ -195,22 +203,22 @@ class HostState(NamedTuple):
         return self.settings == Settings.capture()
 
     def apply_rng(self) -> None:
-        """See `Host.apply_rng`."""
+        """See `HostPart.apply_rng`."""
         torch.set_rng_state(self.rng)
 
-    def with_rng_of(self, other: HostState) -> HostState:
-        """See `Host.with_rng_of`."""
-        return self._replace(rng=other.rng)
+    def with_rng_of(self, other: HostPart) -> HostState:
+        """See `HostPart.with_rng_of`."""
+        return replace(self, rng=other.rng)
 
     def without_autocast_cache(self) -> HostState:
-        """See `Host.without_autocast_cache`."""
-        return self._replace(autocast_cache=False)
+        """See `HostPart.without_autocast_cache`."""
+        return replace(self, autocast_cache=False)
 
 
-_capture_host: Callable[[], Host] = HostState.capture
+_capture_host: Callable[[], HostPart] = HostState.capture
 
 
-def capture_host_by(capture: Callable[[], Host]) -> None:
+def capture_host_by(capture: Callable[[], HostPart]) -> None:
     """Let this function capture the host's part of every state from now on: that of the compiled op, or `HostState.capture`."""
     global _capture_host
     _capture_host = capture
@@ -226,7 +234,11 @@ class ThreadState:
     __slots__ = ("device", "device_rng", "host", "stream")
 
     def __init__(
-        self, host: Host, device_rng: torch.Tensor | None = None, device: int | None = None, stream: torch.Stream | None = None
+        self,
+        host: HostPart,
+        device_rng: torch.Tensor | None = None,
+        device: int | None = None,
+        stream: torch.Stream | None = None,
     ) -> None:
         self.host = host
         self.device_rng = device_rng
@@ -244,7 +256,7 @@ class ThreadState:
         return self.host.inference
 
     @property
-    def autocast(self) -> tuple[tuple[Any, ...], ...]:
+    def autocast(self) -> tuple[tuple[str, bool, torch.dtype], ...]:
         """Of each device type: the values of `AutocastState`."""
         return tuple(self.host.autocast)
 

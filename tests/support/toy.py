@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -238,7 +239,7 @@ def plain_step(model: ToyModel, bodies: Sequence[Callable[[], Any]], seed: int) 
 
 def facts(state: ThreadState) -> dict[str, Any]:
     """A snapshot's fields in a form that compares with ==."""
-    values = {name: getattr(state.host, name) for name in HostState._fields}
+    values = {field.name: getattr(state.host, field.name) for field in fields(HostState)}
     values |= {name: getattr(state, name) for name in ("device_rng", "device", "stream")}
     plain = {name: v.numpy().tobytes() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
     return plain | {"autocast": list(map(tuple, plain["autocast"])), "settings": tuple(plain["settings"])}

@@ -291,7 +291,7 @@ class StateReader(Protocol):
     """Captures the state of the calling thread."""
 
     def capture(self) -> Any:
-        """A `Host` of `ds_vertical.model.thread_state`, with the attributes of its `HostState`."""
+        """A `HostPart` of `ds_vertical.model.thread_state`, with the attributes of its `HostState`."""
         ...
 
 
