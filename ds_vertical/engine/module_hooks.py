@@ -71,7 +71,7 @@ def identity_hook(noted: bool, breaks: bool) -> Hook:
     behind_node = load_identity_node()
     apart = (lambda tensor: note_alias(behind_node(tensor))) if noted else behind_node
 
-    def hook(module: torch.nn.Module, inputs: Any, *output: Any) -> Any:
+    def hook(module: torch.nn.Module, inputs: object, *output: object) -> object:
         return apply_to_tensors_only(apart, output[0] if output else inputs)
 
     return torch.compiler.disable(hook) if breaks else hook

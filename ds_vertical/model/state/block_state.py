@@ -86,8 +86,8 @@ class FoundElements:
 
 
 class _Given:
-    """The objects that a block is given and may write into. `were_empty`: at the call they were lists and dicts, and nothing lay
-    in them."""
+    """The objects that a block is given and may write into. `were_empty`: at the call they were lists and dicts, in which
+    nothing lay."""
 
     def __init__(self, values: Sequence[object]) -> None:
         self.values = values
