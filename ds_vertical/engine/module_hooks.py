@@ -13,16 +13,9 @@ from ds_vertical.compat.engine import DeepSpeedEngine, model_of, module_hooks
 from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_params import apply_to_tensors_only, reading_plainly
 from ds_vertical.interrupts import Changed
-from ds_vertical.model.compiled_blocks import (
-    any_compiled,
-    graph_break,
-    is_called_as_torch_does,
-    refuse_compiled_around,
-    short_call,
-)
+from ds_vertical.model.compiled_blocks import any_compiled, graph_break, refuse_compiled_around
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.tensor_refs import note_alias
-from ds_vertical.model.thread_state import HostState, autocast_device_types, capture_host_by
 
 Hook = Callable[..., Any]  # a module's, of any of torch's kinds
 
@@ -41,37 +34,27 @@ class _IdentityNode(torch.autograd.Function):
         return grads[0]
 
 
-def load_forward_ops() -> None:
-    """Have compiled what each forward does many times, or what stands in for it."""
-    compiled = load.forward_ops()
-    if compiled is None:
-        capture_host_by(HostState.capture)
-    else:
-        capture_host_by(compiled.StateReader([torch.device(kind) for kind in autocast_device_types()]).capture)
-
-
 def load_identity_node() -> Callable[[torch.Tensor], torch.Tensor]:
     """What puts a node of its own behind a tensor: compiled, or, where that cannot be had, written in Python. That one is also
     for what Python alone knows: tensors of users' own types, and the compiler's."""
-    compiled = load.forward_ops()
-    joint = None if compiled is None else compiled.joint
+    compiled = load.identity_node()
 
     def behind_node(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is torch.nn.Parameter:
             tensor.detach()  # shows the parameter to `stubs.OutsideWatch`, which neither of the nodes' own calls passes
         plain = type(tensor) in _PLAIN and not tensor.is_nested and not torch.compiler.is_compiling()
-        return joint(tensor) if plain and joint is not None else _IdentityNode.apply(tensor)
+        return compiled(tensor) if plain and compiled is not None else _IdentityNode.apply(tensor)
 
     return behind_node
 
 
-def identity_hook(noted: bool, breaks: bool) -> Hook:
+def _identity_hook(noted: bool, breaks: bool) -> Hook:
     """What stands where one of stock's backward hooks stood: see [Note: joints]. `noted`: its tensor is known as one over the
     memory of the tensor before it. `breaks`: no compiler looks into it."""
     behind_node = load_identity_node()
     apart = (lambda tensor: note_alias(behind_node(tensor))) if noted else behind_node
 
-    def hook(module: torch.nn.Module, inputs: object, *output: object) -> object:
+    def hook(module: torch.nn.Module, inputs: Any, *output: Any) -> Any:
         return apply_to_tensors_only(apart, output[0] if output else inputs)
 
     return torch.compiler.disable(hook) if breaks else hook
@@ -94,54 +77,10 @@ def suspended_hooks(engine: DeepSpeedEngine, layers: LayerMap, *, noted: bool = 
     if breaks:
         refuse_compiled_around(model, layers.blocks)
         in_place |= {handle.id: graph_break for handle in (*stock.forward, *stock.backward)}
-    hook = identity_hook(noted, breaks)
-    in_place |= dict.fromkeys((handle.id for handle in stock.backward), hook)
+    in_place |= dict.fromkeys((handle.id for handle in stock.backward), _identity_hook(noted, breaks))
     hooks = _HooksOfModules((*stock.forward, *stock.backward, *stock.others), in_place)
-    calls = ShortCalls(() if noted or breaks else model.modules(), hook)
-    plain = reading_plainly(() if breaks else model.modules())
-    with Changed(hooks.put_back, hooks.suspend), plain, Changed(calls.take_off, calls.put_on):
+    with Changed(hooks.put_back, hooks.suspend), reading_plainly(() if breaks else model.modules()):
         yield
-
-
-class ShortCalls:
-    """The calls of modules without the interpreter in between, while `hook` is the one hook at their ends.
-
-    [Note: short calls] Torch runs a module's hooks in Python: for these nodes that took a fifth of a small block's forward. So
-    one function of the compiled op makes the call with its nodes. It looks at each call whether the module, and torch, have
-    other hooks; then, for values that it does not know, and under a compiler, torch's own `_call_impl` runs with the hooks that
-    stand in the module's tables all the time. It stands where `torch.compile` puts a compiled call, of which a module that is
-    copied or saved keeps nothing.
-    """
-
-    def __init__(self, modules: Iterable[torch.nn.Module], hook: Hook) -> None:
-        compiled = load.forward_ops()
-        nodes_around: Any = None if compiled is None else compiled.NodesAround
-        self._calls = [
-            (module, short_call(module, nodes_around(module, hook, run_hooks_behind)))
-            for module in (modules if nodes_around is not None else ())
-            if is_called_as_torch_does(module)
-        ]
-
-    def put_on(self) -> None:
-        """Let the modules' calls be short."""
-        for module, call in self._calls:
-            module.__dict__["_compiled_call_impl"] = call
-
-    def take_off(self) -> None:
-        """Let them be torch's own; harmless where they are."""
-        for module, _ in self._calls:
-            module.__dict__.pop("_compiled_call_impl", None)
-
-
-def run_hooks_behind(module: torch.nn.Module, args: object, kwargs: object, result: object) -> object:
-    """What torch's `_call_impl` makes of a forward's result, of whose hooks the forward has changed some."""
-    everywhere = torch.nn.modules.module._global_forward_hooks
-    with_kwargs = torch.nn.modules.module._global_forward_hooks_with_kwargs
-    for number, hook in (*everywhere.items(), *module._forward_hooks.items()):
-        takes = number in module._forward_hooks_with_kwargs or number in with_kwargs
-        made = hook(module, args, kwargs, result) if takes else hook(module, args, result)
-        result = result if made is None else made
-    return result
 
 
 class _HooksOfModules:

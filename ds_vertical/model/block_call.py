@@ -201,7 +201,7 @@ def twin_of(value: object, twins: dict[int, torch.Tensor]) -> object:
     `twins`: the copies so far, by the tensors' ids; one that requires grad is added. Parameters and other values are
     themselves.
     """
-    if type(value) is not torch.Tensor and (not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter)):
+    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
         return value
     if not value.requires_grad:
         return value.detach()

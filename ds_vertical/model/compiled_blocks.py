@@ -20,9 +20,6 @@ from ds_vertical.errors import LayerError
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.layers import Block
 
-ModuleCall = Callable[
-    [tuple[object, ...], dict[str, object]], object
-]  # of a module, with its arguments by position and by name
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REMEDY = (
     "compile the blocks instead, before ds_vertical.initialize:"
@@ -34,44 +31,10 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether calls of the module go through `torch.compile`: by `module.compile()`, or wrapped."""
     forward = module.__dict__.get("forward")
     return (
-        _compiled_call(module) is not None
+        getattr(module, "_compiled_call_impl", None) is not None
         or type(module).__name__ == "OptimizedModule"
         or hasattr(forward, "_torchdynamo_orig_callable")
     )
-
-
-def is_called_as_torch_does(module: nn.Module) -> bool:
-    """Whether torch's own `_call_impl` makes the module's calls."""
-    cls = type(module)
-    return cls._call_impl is nn.Module._call_impl and not isinstance(module, torch.jit.ScriptModule)
-
-
-def short_call(module: nn.Module, make: ModuleCall) -> Callable[..., object]:
-    """What may stand in the place of a compiled call: `make` makes the module's call as torch's own `_call_impl` does. No
-    compiler gets to see it."""
-
-    def call(*args: object, **kwargs: object) -> object:
-        if torch.compiler.is_dynamo_compiling():
-            return module._call_impl(*args, **kwargs)
-        return make(args, kwargs)
-
-    call.__dict__["is_short"] = True
-    return call
-
-
-def uncompiled_call(module: nn.Module) -> Callable[..., object]:
-    """The module's call with its hooks: a short one where it has that."""
-    call: Callable[..., object] | None = module._compiled_call_impl
-    return call if call is not None and _is_short(call) else module._call_impl
-
-
-def _compiled_call(module: nn.Module) -> Callable[..., object] | None:
-    call: Callable[..., object] | None = getattr(module, "_compiled_call_impl", None)
-    return None if call is None or _is_short(call) else call
-
-
-def _is_short(call: Callable[..., object]) -> bool:
-    return getattr(call, "is_short", False)
 
 
 def any_compiled(model: nn.Module) -> bool:
@@ -99,7 +62,7 @@ def refuse_engine_compile() -> NoReturn:
 
 def raw_forward(module: nn.Module) -> Callable[..., object]:
     """A block's forward without its hooks, compiled where the block is."""
-    compiled, own = _compiled_call(module), module.__dict__.get("forward")
+    compiled, own = module._compiled_call_impl, module.__dict__.get("forward")
     if compiled is None:
         return module.forward
 

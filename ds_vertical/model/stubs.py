@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from ds_vertical.errors import LayerError
 from ds_vertical.interrupts import Changed
-from ds_vertical.model.compiled_blocks import is_compiled, raw_forward, uncompiled_call
+from ds_vertical.model.compiled_blocks import is_compiled, raw_forward
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.containers import is_internal
 from ds_vertical.model.state.restart import CallsMissed, UseMissed
@@ -202,7 +202,6 @@ class Stubs:
 
     def _call_stub(self, index: int) -> Callable[..., object]:
         module, num_internal = self.blocks[index].module, self._num_internal[index]
-        own = uncompiled_call(module)
 
         @torch.compiler.disable
         def call(*args: object, **kwargs: object) -> object:
@@ -212,7 +211,7 @@ class Stubs:
                 made_by = current.micro_batch
                 make = made_by.call_whole if index in self._whole else made_by.call_hooked
                 return make(index, module._call_impl, args, kwargs)
-            return own(*args, **kwargs)
+            return module._call_impl(*args, **kwargs)
 
         return call
 

@@ -156,7 +156,7 @@ class HostPart(Protocol):
         ...
 
     def with_rng_of(self, other: HostPart) -> HostPart:
-        """This state with the random stream of another one of the same kind."""
+        """This state with the random stream of another one, of either kind."""
         ...
 
     def without_autocast_cache(self) -> HostPart:

@@ -62,9 +62,9 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 
 
 def compiled() -> Callable[[], Any]:
-    ops = load.forward_ops()
-    assert ops is not None
-    return ops.StateReader([torch.device(kind) for kind in autocast_device_types()]).capture
+    reader = load.state_reader()
+    assert reader is not None
+    return reader([torch.device(kind) for kind in autocast_device_types()]).capture
 
 
 @pytest.fixture(params=["compiled", "python"], autouse=True)

@@ -38,7 +38,7 @@ from torch import nn
 from toy import MemoryOptimizer, MemoryParams
 
 from ds_vertical.engine.handlers import ScheduleRunner
-from ds_vertical.engine.module_hooks import identity_hook
+from ds_vertical.engine.module_hooks import _identity_hook
 from ds_vertical.errors import LayerError
 from ds_vertical.model.layers import check_trainable, map_layers
 from ds_vertical.model.micro_batch import Body
@@ -106,7 +106,7 @@ def run_vertical(
 
 @contextlib.contextmanager
 def joined(model: nn.Module) -> Iterator[None]:
-    hook = identity_hook(False, False)
+    hook = _identity_hook(False, False)
     linear, nn.functional.linear = nn.functional.linear, zero3_linear_wrap
     handles = [each for m in model.modules() for each in (m.register_forward_pre_hook(hook), m.register_forward_hook(hook))]
     try:
@@ -463,7 +463,7 @@ def main(arguments: Sequence[str]) -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     index, count = map(int, options.shard.split("/"))
     torch.set_num_threads(1)
-    identity_hook(False, False)
+    _identity_hook(False, False)
     with options.out.open("a") as out:
         for model_type in options.types or model_types()[index::count]:
             start = time.monotonic()

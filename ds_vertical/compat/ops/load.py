@@ -103,7 +103,14 @@ IDENTITY_NODE = OwnOp(
     "joint.cpp",
     (),
     "CPUAdamBuilder",
-    "nodes and calls written in Python stand in: same result, some percent slower",
+    "nodes written in Python stand in: same result, some percent slower",
+)
+HOST_STATE = OwnOp(
+    "host_state",
+    "host_state.cpp",
+    (),
+    "CPUAdamBuilder",
+    "Python captures what torch keeps per thread: same result, a few percent slower",
 )
 BLOCK_QUANTIZE = OwnOp(
     "block_quantize",
@@ -116,7 +123,7 @@ BLOCK_QUANTIZE = OwnOp(
 MASTER_HALVES = OwnOp(
     "master_halves", "master_halves.cpp", (), "CPUAdamBuilder", "torch stands in: same result, several times slower"
 )
-OWN_OPS = (FREE_ADAM, CHECKED_AIO, IDENTITY_NODE, BLOCK_QUANTIZE, MASTER_HALVES)
+OWN_OPS = (FREE_ADAM, CHECKED_AIO, IDENTITY_NODE, HOST_STATE, BLOCK_QUANTIZE, MASTER_HALVES)
 
 
 def _stock_builder(class_name: str) -> OpBuilder:
@@ -284,7 +291,20 @@ def new_disk_queue(aio: Mapping[str, Any], observer: Observer | None = None) -> 
     return queue
 
 
-# ---- what each forward of a block does many times
+# ---- autograd
+
+
+@functools.cache
+def identity_node() -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """From a tensor to the same one behind a node of its own in the graph, without the interpreter in forward or backward.
+
+    None where it cannot be compiled, as a RuntimeWarning says: a node written in Python gives the same result, more slowly.
+    """
+    module = IDENTITY_NODE.load_or_warn()
+    return None if module is None else module.joint
+
+
+# ---- what torch keeps per thread
 
 
 class StateReader(Protocol):
@@ -295,29 +315,12 @@ class StateReader(Protocol):
         ...
 
 
-class ForwardOps(Protocol):
-    """The op of `joint`, whose calls hold the interpreter's lock.
-
-    `NodesAround(module, hook, behind)`: called with `(args, kwargs)` it makes the module's call as torch's `_call_impl` does,
-    in less time where `hook`, which puts identity nodes behind tensors, is the one hook at both of the module's ends.
-    `behind(module, args, kwargs, result)` is asked where the forward itself has put hooks on. `StateReader(devices)`: for the
-    kinds of these devices.
-    """
-
-    NodesAround: Callable[..., Callable[[tuple[Any, ...], dict[str, Any]], Any]]
-    StateReader: Callable[[Sequence[torch.device]], StateReader]
-
-    def joint(self, tensor: torch.Tensor, /) -> torch.Tensor:
-        """The tensor behind a node of its own in the graph, without the interpreter in forward or backward."""
-        ...
-
-
 @functools.cache
-def forward_ops() -> ForwardOps | None:
-    """The compiled module. None where it cannot be compiled, as a RuntimeWarning says: Python gives the same then, more
-    slowly."""
-    module: Any = IDENTITY_NODE.load_or_warn()
-    return module
+def state_reader() -> Callable[[Sequence[torch.device]], StateReader] | None:
+    """What makes a reader for the kinds of some devices. None where it cannot be compiled, as a RuntimeWarning says: Python
+    captures the same then, more slowly."""
+    module: Any = HOST_STATE.load_or_warn()
+    return None if module is None else module.StateReader
 
 
 # ---- collectives in few bits

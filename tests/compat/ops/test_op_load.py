@@ -211,13 +211,13 @@ def test_build_ops_fails_where_a_stand_in_works_in_an_ops_place(
     op = replace(load.IDENTITY_NODE, source=str(broken))
     monkeypatch.setattr(load, "IDENTITY_NODE", op)
     monkeypatch.setattr(load, "OWN_OPS", (load.FREE_ADAM, load.CHECKED_AIO, op))
-    load.forward_ops.cache_clear()
+    load.identity_node.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled"):
             assert build_ops.main([]) == 1
     finally:
         cache.forget(op.build_name)
-        load.forward_ops.cache_clear()
+        load.identity_node.cache_clear()
     said = capsys.readouterr()
     assert f"{op.build_name}: not compiled, slower stand-ins" in said.err and "are ready" not in said.out
 
@@ -267,9 +267,8 @@ def gradients_through(joint: Any) -> list[torch.Tensor]:
 
 
 def test_a_joint_gives_the_bits_of_a_node_in_python() -> None:
-    ops = load.forward_ops()
-    assert ops is not None
-    joint = ops.joint
+    joint = load.identity_node()
+    assert joint is not None
     ours, expected = gradients_through(joint), gradients_through(PythonJoint.apply)
     assert len(ours) == 7
     for got, wanted in zip(ours, expected, strict=True):
@@ -279,9 +278,8 @@ def test_a_joint_gives_the_bits_of_a_node_in_python() -> None:
 
 
 def test_a_joint_is_the_same_memory_and_no_view() -> None:
-    ops = load.forward_ops()
-    assert ops is not None
-    joint = ops.joint
+    joint = load.identity_node()
+    assert joint is not None
     leaf = torch.ones(4, requires_grad=True)
     inner = leaf * 1
     joined = joint(inner)
@@ -323,10 +321,10 @@ def test_where_the_joint_does_not_compile_a_warning_says_so(tmp_path: Path, monk
     monkeypatch.setattr(load, "IDENTITY_NODE", op)
     try:
         with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled .* written in Python"):
-            assert load.forward_ops.__wrapped__() is None
+            assert load.identity_node.__wrapped__() is None
     finally:
         cache.forget(op.build_name)
-    monkeypatch.setattr(load, "forward_ops", lambda: None)
+    monkeypatch.setattr(load, "identity_node", lambda: None)
     for got, wanted in zip(
         gradients_through(module_hooks.load_identity_node()), gradients_through(PythonJoint.apply), strict=True
     ):
