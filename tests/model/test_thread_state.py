@@ -163,6 +163,16 @@ def test_seeded_gives_a_stream_of_its_own_and_leaves_the_outer_one_alone() -> No
     assert now() == facts(outer)
 
 
+def test_a_state_takes_the_random_stream_of_one_of_either_kind() -> None:
+    own = ThreadState.capture()
+    torch.randn(1)  # keeps the second of two normal numbers
+    others = [compiled()(), HostState.capture()]
+    expected = torch.randn(3)
+    for other in others:
+        own.host.with_rng_of(other).apply_rng()
+        assert torch.equal(torch.randn(3), expected)
+
+
 def test_without_autocast_cache_changes_that_alone() -> None:
     state = ThreadState.capture()
     assert facts(state)["autocast_cache"] is True
