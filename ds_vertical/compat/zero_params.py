@@ -53,7 +53,7 @@ class _ReadPlainly(ZeROOrderedDict):
 
     __getitem__: Any = OrderedDict.__getitem__
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> tuple[type[ZeROOrderedDict], tuple[object], *tuple[object, ...]]:
         return ZeROOrderedDict, *super().__reduce__()[1:]
 
 
