@@ -308,11 +308,10 @@ def identity_node() -> Callable[[torch.Tensor], torch.Tensor] | None:
 
 
 class StateReader(Protocol):
-    """Captures the state of the calling thread."""
+    """`capture()` gives the state of the calling thread: a `HostPart` of `ds_vertical.model.thread_state`, with the attributes
+    of its `HostState`."""
 
-    def capture(self) -> Any:
-        """A `HostPart` of `ds_vertical.model.thread_state`, with the attributes of its `HostState`."""
-        ...
+    capture: Callable[[], Any]
 
 
 @functools.cache
