@@ -109,6 +109,7 @@ def _with_stand_in() -> dict[str, Callable[[], object]]:
     return {
         load.FREE_ADAM.build_name: load.free_adam,
         load.IDENTITY_NODE.build_name: load.identity_node,
+        load.HOST_STATE.build_name: load.state_reader,
         load.BLOCK_QUANTIZE.build_name: load.block_quantizer,
         load.MASTER_HALVES.build_name: load.master_halves,
     }

@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_vertical import interrupts
 from ds_vertical.compat import accelerator, engine
+from ds_vertical.compat.ops import load
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.elastic import ElasticCounts
 from ds_vertical.engine.acco.steps import steps_of
@@ -32,6 +33,7 @@ from ds_vertical.io.runs.this_host import host_id, host_names
 from ds_vertical.model.batch import LossFn
 from ds_vertical.model.compiled_blocks import refuse_engine_compile
 from ds_vertical.model.layers import LayerMap
+from ds_vertical.model.thread_state import HostState, autocast_device_types, capture_host_by
 from ds_vertical.offload.param_store import ParamStore
 from ds_vertical.planner.run_record import KeptRecord
 from ds_vertical.schedule.events import Schedule
@@ -112,6 +114,7 @@ class VerticalEngine(CallableEngine):
     def _configure_zero_optimizer(self, optimizer: object) -> Any:  # override
         check_optimizer(optimizer)
         load_identity_node()  # a compile belongs ahead of the steps
+        _load_state_reader()
         with engine.substituted_stage3(partial(VerticalStage3, layers=self.layers, vertical=self.vertical)):
             return super()._configure_zero_optimizer(optimizer)
 
@@ -199,3 +202,10 @@ class VerticalEngine(CallableEngine):
     def stream_seed(self, seed: int | None) -> None:
         """Set the base, as a checkpoint that was loaded has it."""
         self._loop.seed = seed
+
+
+def _load_state_reader() -> None:
+    """Let the compiled op capture what torch keeps per thread on the host, or Python where that cannot be had."""
+    reader = load.state_reader()
+    devices = [torch.device(kind) for kind in autocast_device_types()]
+    capture_host_by(HostState.capture if reader is None else reader(devices).capture)

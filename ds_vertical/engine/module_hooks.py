@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_vertical.compat.engine import DeepSpeedEngine, model_of, module_hooks
 from ds_vertical.compat.ops import load
-from ds_vertical.compat.zero_params import apply_to_tensors_only
+from ds_vertical.compat.zero_params import apply_to_tensors_only, reading_plainly
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.compiled_blocks import any_compiled, graph_break, refuse_compiled_around
 from ds_vertical.model.layers import LayerMap
@@ -79,7 +79,7 @@ def suspended_hooks(engine: DeepSpeedEngine, layers: LayerMap, *, noted: bool = 
         in_place |= {handle.id: graph_break for handle in (*stock.forward, *stock.backward)}
     in_place |= dict.fromkeys((handle.id for handle in stock.backward), _identity_hook(noted, breaks))
     hooks = _HooksOfModules((*stock.forward, *stock.backward, *stock.others), in_place)
-    with Changed(hooks.put_back, hooks.suspend):
+    with Changed(hooks.put_back, hooks.suspend), reading_plainly(() if breaks else model.modules()):
         yield
 
 

@@ -30,7 +30,7 @@ from ds_vertical.model.state.restart import HooksMissed
 from ds_vertical.model.state.step_state import StepState
 from ds_vertical.model.state.tracks import BETWEEN_CALLS, PREFIX
 from ds_vertical.model.stubs import APPLY, BlockRunner, Coroutine, ModelCalls, OutsideWatch, ParameterWatch, Stubs
-from ds_vertical.model.thread_state import Modes, ThreadState, inference_guard
+from ds_vertical.model.thread_state import NO_MODES, Modes, ThreadState, inference_guard
 
 NO_BLOCKS = range(0)  # the blocks that may run in the prefix and in the suffix
 
@@ -88,7 +88,7 @@ class ForwardCoroutine:
         self._run_on = run_on
         self._result: Any = None
         self._state = state.without_autocast_cache()
-        self._modes = Modes()  # that the forward has entered, and is inside while it is parked
+        self._modes = NO_MODES  # that the forward has entered, and is inside while it is parked
         self._guard: object = None
         self._target = NO_BLOCKS
         self.calls = ModelCalls(len(self._blocks), shared.num_calls, blocks, lambda: _park(self._coroutine))
@@ -184,11 +184,14 @@ class ForwardCoroutine:
             self._guard = None  # back to the inference mode in which the forward parked
             guard = inference_guard(self._state.inference)
             self._state.apply(outer)
-            self._modes.on_top_of(modes).apply()
+            if (entered := self._modes.on_top_of(modes)) is not modes:
+                entered.apply()
             switch()
         finally:
-            self._modes = Modes.capture().beyond(modes)
-            modes.apply()
+            left = Modes.capture()
+            self._modes = left.beyond(modes)
+            if left is not modes:  # most are in none at either end, which is one object
+                modes.apply()
             self._state = ThreadState.capture()
             del guard
             # A forward may park inside its own inference mode: the hub's holds until it is entered again.

@@ -9,10 +9,9 @@ applies that of the side that it enters. The modes that a forward has entered ar
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
@@ -32,8 +31,7 @@ from ds_vertical.interrupts import Changed
 from ds_vertical.io import streams
 
 
-@dataclass(frozen=True, slots=True)
-class AutocastState:
+class AutocastState(NamedTuple):
     """Autocast of one device type."""
 
     device_type: str
@@ -46,14 +44,8 @@ class AutocastState:
         torch.set_autocast_dtype(self.device_type, self.dtype)
 
 
-@functools.lru_cache(maxsize=64)
-def _autocast(device_type: str, enabled: bool, dtype: torch.dtype) -> AutocastState:
-    """One object for equal ones: most comparisons end there."""
-    return AutocastState(device_type, enabled, dtype)
-
-
-@functools.cache
-def _autocast_device_types() -> tuple[str, ...]:
+def autocast_device_types() -> tuple[str, ...]:
+    """The device types that this process has: the processor, and what works beside it."""
     beside = streams.kind_beside_host()
     return ("cpu",) if beside is None else ("cpu", beside.type)
 
@@ -72,8 +64,7 @@ def _set_autocast_nesting(depth: int) -> None:
         torch.autocast_decrement_nesting()
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """Torch's settings of the process that code may change around blocks."""
 
     dtype: torch.dtype
@@ -85,7 +76,7 @@ class Settings:
     def capture(cls) -> Settings:
         """The process's now."""
         attention = torch.backends.cuda
-        return _settings(
+        return cls(
             torch.get_default_dtype(),
             (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
             (
@@ -97,11 +88,9 @@ class Settings:
             _matmul_precision(),
         )
 
-    def apply(self, now: Settings | None = None) -> None:
-        """Put back what differs from the process's, which are those of `now` where they have just been captured."""
-        now = Settings.capture() if now is None else now
-        if now is self or now == self:
-            return
+    def apply(self) -> None:
+        """Put back what differs from the process's."""
+        now = Settings.capture()
         if now.dtype != self.dtype:
             torch.set_default_dtype(self.dtype)
         if now.deterministic != self.deterministic:
@@ -113,23 +102,14 @@ class Settings:
             torch.set_float32_matmul_precision(self.precision)
 
 
-@functools.lru_cache(maxsize=64)
-def _settings(
-    dtype: torch.dtype,
-    deterministic: tuple[bool, bool],
-    attention: tuple[bool, bool, bool, bool],
-    precision: str | None,
-) -> Settings:
-    """One object for equal ones, as `_autocast`."""
-    return Settings(dtype, deterministic, attention, precision)
-
-
 def _matmul_precision() -> str | None:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch's own, where `fp32_precision` of a back end has been set
         return None
 
+
+SettingsValues = tuple[torch.dtype, tuple[bool, bool], tuple[bool, bool, bool, bool], str | None]
 
 _PUT_ATTENTION: Final[tuple[Callable[[bool], None], ...]] = (
     torch.backends.cuda.enable_flash_sdp,
@@ -139,12 +119,54 @@ _PUT_ATTENTION: Final[tuple[Callable[[bool], None], ...]] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadState:
-    """A snapshot: grad mode, inference mode, autocast, random streams (host and device), current device and stream, settings.
+class HostPart(Protocol):
+    """What torch keeps per thread on the host, and its settings, at one moment: a `HostState`, or the compiled op's."""
 
-    Inference mode has no setter in torch: `applied` and the coroutines open a guard where the two sides differ.
-    """
+    @property
+    def grad(self) -> bool:
+        """Grad mode."""
+        ...
+
+    @property
+    def inference(self) -> bool:
+        """Inference mode."""
+        ...
+
+    @property
+    def autocast(self) -> Sequence[tuple[str, bool, torch.dtype]]:
+        """Of each device type: the values of `AutocastState`."""
+        ...
+
+    @property
+    def rng(self) -> torch.Tensor:
+        """The random stream, as torch's `get_rng_state` gives it."""
+        ...
+
+    @property
+    def settings(self) -> SettingsValues:
+        """The values of `Settings`."""
+        ...
+
+    def apply(self) -> bool:
+        """Put everything back except inference mode and settings. Returns whether the process's settings are those of then."""
+        ...
+
+    def apply_rng(self) -> None:
+        """Put back only the random stream."""
+        ...
+
+    def with_rng_of(self, other: HostPart) -> HostPart:
+        """This state with the random stream of another one, of either kind."""
+        ...
+
+    def without_autocast_cache(self) -> HostPart:
+        """This state with autocast's cache off."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostState:
+    """As `HostPart`, in Python: for where the compiled op cannot be had, which gives the same in less time."""
 
     grad: bool
     inference: bool
@@ -152,54 +174,119 @@ class ThreadState:
     autocast_cache: bool
     autocast_nesting: int
     rng: torch.Tensor
-    device_rng: torch.Tensor | None
-    device: int | None
-    stream: torch.Stream | None
-    settings: Settings
+    settings: SettingsValues
+
+    @classmethod
+    def capture(cls) -> HostState:
+        """The calling thread's now."""
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple(
+                AutocastState(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in autocast_device_types()
+            ),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            autocast_nesting=_autocast_nesting(),
+            rng=torch.get_rng_state(),
+            settings=Settings.capture(),
+        )
+
+    def apply(self) -> bool:
+        """See `HostPart.apply`."""
+        for autocast in self.autocast:
+            autocast.apply()
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        _set_autocast_nesting(self.autocast_nesting)
+        self.apply_rng()
+        torch._C._set_grad_enabled(self.grad)
+        return self.settings == Settings.capture()
+
+    def apply_rng(self) -> None:
+        """See `HostPart.apply_rng`."""
+        torch.set_rng_state(self.rng)
+
+    def with_rng_of(self, other: HostPart) -> HostState:
+        """See `HostPart.with_rng_of`."""
+        return replace(self, rng=other.rng)
+
+    def without_autocast_cache(self) -> HostState:
+        """See `HostPart.without_autocast_cache`."""
+        return replace(self, autocast_cache=False)
+
+
+_capture_host: Callable[[], HostPart] = HostState.capture
+
+
+def capture_host_by(capture: Callable[[], HostPart]) -> None:
+    """Let this function capture the host's part of every state from now on: that of the compiled op, or `HostState.capture`."""
+    global _capture_host
+    _capture_host = capture
+
+
+class ThreadState:
+    """A snapshot: grad mode, inference mode, autocast, random streams (host and device), current device and stream, settings.
+    It is not changed once it is made.
+
+    Inference mode has no setter in torch: `applied` and the coroutines open a guard where the two sides differ.
+    """
+
+    __slots__ = ("device", "device_rng", "host", "stream")
+
+    def __init__(
+        self,
+        host: HostPart,
+        device_rng: torch.Tensor | None = None,
+        device: int | None = None,
+        stream: torch.Stream | None = None,
+    ) -> None:
+        self.host = host
+        self.device_rng = device_rng
+        self.device = device
+        self.stream = stream
+
+    @property
+    def grad(self) -> bool:
+        """Grad mode."""
+        return self.host.grad
+
+    @property
+    def inference(self) -> bool:
+        """Inference mode."""
+        return self.host.inference
+
+    @property
+    def autocast(self) -> tuple[tuple[str, bool, torch.dtype], ...]:
+        """Of each device type: the values of `AutocastState`."""
+        return tuple(self.host.autocast)
 
     @classmethod
     def capture(cls) -> ThreadState:
         """This thread's state now."""
         beside = streams.module_in_use()
-        return cls(
-            grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            autocast=tuple(
-                _autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in _autocast_device_types()
-            ),
-            autocast_cache=torch.is_autocast_cache_enabled(),
-            autocast_nesting=_autocast_nesting(),
-            rng=torch.get_rng_state(),
-            device_rng=None if beside is None else beside.get_rng_state(),
-            device=None if beside is None else beside.current_device(),
-            stream=None if beside is None else beside.current_stream(),
-            settings=Settings.capture(),
-        )
+        if beside is None:
+            return cls(_capture_host())
+        return cls(_capture_host(), beside.get_rng_state(), beside.current_device(), beside.current_stream())
 
     def apply(self, now: ThreadState | None = None) -> None:
         """Put everything back except inference mode (see `inference_guard`). `now`: the state that has been captured just
-        before; what is equal there, random streams aside, is left alone."""
-        if now is None or now.autocast != self.autocast:
-            for autocast in self.autocast:
-                autocast.apply()
-        torch.set_autocast_cache_enabled(self.autocast_cache)
-        if now is None or now.autocast_nesting != self.autocast_nesting:
-            _set_autocast_nesting(self.autocast_nesting)
+        before; a device and a stream that are the same there are left alone."""
         is_there = now is not None and now.device == self.device and now.stream == self.stream
         if self.device is not None and self.stream is not None and not is_there:
             module = streams.module_of(self.stream.device)
             module.set_device(self.device)
             module.set_stream(self.stream)
-        self.settings.apply(None if now is None else now.settings)
-        self.apply_rng()
-        torch._C._set_grad_enabled(self.grad)
+        if not self.host.apply():
+            Settings(*self.host.settings).apply()
+        self._apply_device_rng()
 
     def apply_rng(self) -> None:
         """Put back only the random streams, of the host and of the current device."""
-        torch.set_rng_state(self.rng)
-        beside = streams.module_in_use()
-        if self.device_rng is not None and beside is not None:
+        self.host.apply_rng()
+        self._apply_device_rng()
+
+    def _apply_device_rng(self) -> None:
+        if self.device_rng is not None and (beside := streams.module_in_use()) is not None:
             beside.set_rng_state(self.device_rng)
 
     def seeded(self, seed: int) -> ThreadState:
@@ -213,11 +300,11 @@ class ThreadState:
             now = ThreadState.capture()
         finally:
             outer.apply_rng()
-        return replace(self, rng=now.rng, device_rng=now.device_rng)
+        return ThreadState(self.host.with_rng_of(now.host), now.device_rng, self.device, self.stream)
 
     def without_autocast_cache(self) -> ThreadState:
         """This state with autocast's cache of cast weights off: it would keep a layer's weights alive past their release."""
-        return replace(self, autocast_cache=False)
+        return ThreadState(self.host.without_autocast_cache(), self.device_rng, self.device, self.stream)
 
 
 class _Packing(NamedTuple):
@@ -242,7 +329,7 @@ class Modes:
         functions = tuple(_get_current_function_mode_stack()) if _len_torch_function_stack() else ()
         operations = tuple(_get_current_dispatch_mode_stack()) if _len_torch_dispatch_stack() else ()
         if _top_saved_tensors_default_hooks(True) is None:
-            return cls(functions, operations) if functions or operations else _NO_MODES
+            return cls(functions, operations) if functions or operations else NO_MODES
         packings = _take_packings()
         _put_packings(packings)
         return cls(functions, operations, packings)
@@ -268,15 +355,15 @@ class Modes:
 
     def beyond(self, others: Modes) -> Modes:
         """Those that are not among others."""
-        if self == others:
-            return _NO_MODES
+        if self is others or self == others:
+            return NO_MODES
         functions = tuple(mode for mode in self.functions if mode not in others.functions)
         operations = tuple(mode for mode in self.operations if mode not in others.operations)
         return Modes(functions, operations, self.packings[len(others.packings) :])
 
     def on_top_of(self, others: Modes) -> Modes:
         """The others, and inside them these. No mode is there twice."""
-        if self == _NO_MODES:
+        if self is NO_MODES or self == NO_MODES:
             return others
         mine = self.beyond(others)
         return Modes(others.functions + mine.functions, others.operations + mine.operations, others.packings + self.packings)
@@ -287,7 +374,7 @@ class Modes:
         return Changed(outer.apply, self.on_top_of(outer).apply)
 
 
-_NO_MODES: Final = Modes()
+NO_MODES: Final = Modes()
 
 
 def entered(*contexts: contextlib.AbstractContextManager[object]) -> contextlib.AbstractContextManager[None]:

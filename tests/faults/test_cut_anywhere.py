@@ -372,7 +372,7 @@ def cuts_in(found: Counter[Site], files: tuple[str, ...], functions: tuple[str, 
         ),
         pytest.param(
             ("model/stubs.py", "engine/module_hooks.py"),
-            ("Stubs.", "suspended_hooks", "_HooksOfModules."),
+            ("Stubs.", "suspended_hooks", "_HooksOfModules.", "reading_plainly"),
             id="forwards put back",
         ),
     ],

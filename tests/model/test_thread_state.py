@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -17,11 +16,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import facts
 
+from ds_vertical.compat.ops import load
 from ds_vertical.model.forward_coroutine import ForwardPass
 from ds_vertical.model.layers import map_layers
 from ds_vertical.model.micro_batch import MicroBatch
 from ds_vertical.model.stubs import Stubs
-from ds_vertical.model.thread_state import Modes, Settings, ThreadState, applied, inference_guard, preserved
+from ds_vertical.model.thread_state import (
+    HostState,
+    Modes,
+    Settings,
+    ThreadState,
+    applied,
+    autocast_device_types,
+    capture_host_by,
+    inference_guard,
+    preserved,
+)
 
 RNG = {"rng"}
 CHANGES: dict[str, Callable[[], object]] = {
@@ -51,18 +61,42 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     return {name for name in before if before[name] != after[name]}
 
 
-@pytest.fixture(autouse=True)
-def left_alone() -> Iterator[None]:
-    """Whatever a test does to the thread's state, the next one starts from the same."""
+def compiled() -> Callable[[], Any]:
+    reader = load.state_reader()
+    assert reader is not None
+    return reader([torch.device(kind) for kind in autocast_device_types()]).capture
+
+
+@pytest.fixture(params=["compiled", "python"], autouse=True)
+def captured_by(request: pytest.FixtureRequest) -> Iterator[None]:
+    """By the compiled op and by what stands in for it. Whatever a test does to the thread's state, the next one starts from
+    the same."""
+    capture_host_by(compiled() if request.param == "compiled" else HostState.capture)
     outer = ThreadState.capture()
     guard = inference_guard(False)
     yield
     del guard
     outer.apply()
+    capture_host_by(HostState.capture)
 
 
 def test_every_field_has_a_test_here() -> None:
-    assert {f.name for f in fields(ThreadState)} == {name.split()[0] for name in CHANGES} | NEED_A_GPU | {"inference"}
+    assert set(now()) == {name.split()[0] for name in CHANGES} | NEED_A_GPU | {"inference"}
+
+
+@pytest.mark.parametrize("name", ["nothing", "normal number", *CHANGES])
+def test_the_compiled_op_and_python_capture_the_same(name: str) -> None:
+    """Of a generator that keeps the second of two normal numbers, that one, too."""
+    before = ThreadState.capture()
+    ({"nothing": lambda: None, "normal number": lambda: torch.randn(1)} | CHANGES)[name]()
+    by_op, by_python = ThreadState(compiled()()), ThreadState(HostState.capture())
+    assert facts(by_op) == facts(by_python)
+    expected = torch.randn(3), torch.rand(2)
+    for state in (by_op, by_python):
+        before.apply()
+        state.apply()
+        assert now() == facts(by_python)
+        assert all(map(torch.equal, (torch.randn(3), torch.rand(2)), expected))
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -122,16 +156,26 @@ def test_seeded_gives_a_stream_of_its_own_and_leaves_the_outer_one_alone() -> No
     seeded = outer.seeded(5)
     assert now() == facts(outer)
     assert changed(facts(outer), facts(seeded)) == RNG
-    assert torch.equal(seeded.rng, outer.seeded(5).rng)
-    assert not torch.equal(seeded.rng, outer.seeded(6).rng)
+    assert torch.equal(seeded.host.rng, outer.seeded(5).host.rng)
+    assert not torch.equal(seeded.host.rng, outer.seeded(6).host.rng)
     with applied(seeded):
         assert torch.equal(torch.rand(4), expected)
     assert now() == facts(outer)
 
 
+def test_a_state_takes_the_random_stream_of_one_of_either_kind() -> None:
+    own = ThreadState.capture()
+    torch.randn(1)  # keeps the second of two normal numbers
+    others = [compiled()(), HostState.capture()]
+    expected = torch.randn(3)
+    for other in others:
+        own.host.with_rng_of(other).apply_rng()
+        assert torch.equal(torch.randn(3), expected)
+
+
 def test_without_autocast_cache_changes_that_alone() -> None:
     state = ThreadState.capture()
-    assert state.autocast_cache is True
+    assert facts(state)["autocast_cache"] is True
     assert changed(facts(state), facts(state.without_autocast_cache())) == {"autocast_cache"}
 
 

@@ -14,7 +14,7 @@ from ds_vertical.engine.handlers import ScheduleRunner
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import LayerMap, map_layers
 from ds_vertical.model.micro_batch import Body
-from ds_vertical.model.thread_state import ThreadState, applied
+from ds_vertical.model.thread_state import HostState, ThreadState, applied
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.offload.state_files import StepShare
 from ds_vertical.schedule.events import Event, Op, Schedule, Unit
@@ -239,8 +239,10 @@ def plain_step(model: ToyModel, bodies: Sequence[Callable[[], Any]], seed: int) 
 
 def facts(state: ThreadState) -> dict[str, Any]:
     """A snapshot's fields in a form that compares with ==."""
-    values = {field.name: getattr(state, field.name) for field in fields(state)}
-    return {name: v.numpy().tobytes() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+    values = {field.name: getattr(state.host, field.name) for field in fields(HostState)}
+    values |= {name: getattr(state, name) for name in ("device_rng", "device", "stream")}
+    plain = {name: v.numpy().tobytes() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+    return plain | {"autocast": list(map(tuple, plain["autocast"])), "settings": tuple(plain["settings"])}
 
 
 class Log:

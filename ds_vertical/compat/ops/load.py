@@ -105,6 +105,13 @@ IDENTITY_NODE = OwnOp(
     "CPUAdamBuilder",
     "nodes written in Python stand in: same result, some percent slower",
 )
+HOST_STATE = OwnOp(
+    "host_state",
+    "host_state.cpp",
+    (),
+    "CPUAdamBuilder",
+    "Python captures what torch keeps per thread: same result, a few percent slower",
+)
 BLOCK_QUANTIZE = OwnOp(
     "block_quantize",
     "block_quantize.cpp",
@@ -116,7 +123,7 @@ BLOCK_QUANTIZE = OwnOp(
 MASTER_HALVES = OwnOp(
     "master_halves", "master_halves.cpp", (), "CPUAdamBuilder", "torch stands in: same result, several times slower"
 )
-OWN_OPS = (FREE_ADAM, CHECKED_AIO, IDENTITY_NODE, BLOCK_QUANTIZE, MASTER_HALVES)
+OWN_OPS = (FREE_ADAM, CHECKED_AIO, IDENTITY_NODE, HOST_STATE, BLOCK_QUANTIZE, MASTER_HALVES)
 
 
 def _stock_builder(class_name: str) -> OpBuilder:
@@ -295,6 +302,24 @@ def identity_node() -> Callable[[torch.Tensor], torch.Tensor] | None:
     """
     module = IDENTITY_NODE.load_or_warn()
     return None if module is None else module.joint
+
+
+# ---- what torch keeps per thread
+
+
+class StateReader(Protocol):
+    """`capture()` gives the state of the calling thread: a `HostPart` of `ds_vertical.model.thread_state`, with the attributes
+    of its `HostState`."""
+
+    capture: Callable[[], Any]
+
+
+@functools.cache
+def state_reader() -> Callable[[Sequence[torch.device]], StateReader] | None:
+    """What makes a reader for the kinds of some devices. None where it cannot be compiled, as a RuntimeWarning says: Python
+    captures the same then, more slowly."""
+    module: Any = HOST_STATE.load_or_warn()
+    return None if module is None else module.StateReader
 
 
 # ---- collectives in few bits

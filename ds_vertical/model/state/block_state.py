@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
@@ -85,6 +85,23 @@ class FoundElements:
         return now
 
 
+class _Given:
+    """The objects that a block is given and may write into. `were_empty`: at the call they were lists and dicts, in which
+    nothing lay."""
+
+    def __init__(self, values: Sequence[object]) -> None:
+        self.values = values
+        self.were_empty = not any(type(each) not in (dict, list) or each for each in values)
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """The containers among the objects with their contents at the call. Asked for then, unless they were empty."""
+        if self.were_empty:
+            found = (container_of(value, given=True) for value in self.values)
+            return tuple((container, Contents()) for container in found if container is not None)
+        return tuple((container, container.read()) for container in containers(self.values, given=True))
+
+
 class BlockState:
     """The state that a block's call finds, so that the recompute in the backward finds it, too.
 
@@ -93,25 +110,27 @@ class BlockState:
     requires grad is an output of the block, like those that it returns. A small tensor it may write in place (`aux += ...`): it
     gets a copy of the twin.
 
-    `tracks`: of the items that the block may find. `carriers`: the containers that it is given. `copies`: the elements of
-    tensors that require no grad are kept, too.
+    `tracks`: of the items that the block may find. `values`: the objects that it is given and may write into. `copies`: the
+    elements of tensors that require no grad are kept, too.
     """
 
     def __init__(
-        self, tracked: TrackedState, block: int, tracks: Sequence[Track], carriers: Sequence[Container], copies: bool
+        self, tracked: TrackedState, block: int, tracks: Sequence[Track], values: Sequence[object], copies: bool
     ) -> None:
         self._tracked = tracked
         self._block = block
-        self._carriers = carriers
-        self._began_empty = not tracks and all(type(each.owner) in (dict, list) and not each.owner for each in carriers)
-        quiet = (track for track in tracks if tracked.is_quiet(track) and not any(tensors_of(track.installed)))
-        self._quiet = {id(track) for track in quiet}  # and nothing of them is lent
-        self._versions: list[tuple[Track, Version]] = [(track, self._now_of(track, track.installed)) for track in tracks]
-        self._carried: Pairs = tuple((container, container.read()) for container in carriers)
+        self._given = _Given(values)
+        self._began_empty = not tracks and self._given.were_empty
+        self._quiet: set[int] = set()
+        self._versions: list[tuple[Track, Version]] = []
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a copy of a twin, and the twin
-        near = [t for t, _ in self._versions if t.item.region in (OUTSIDE, block)]
-        pairs, near_pairs = ((), ()) if self._found_nothing() else (self._pairs(), self._pairs(near))
-        self._elements = FoundElements(tracked, pairs, near_pairs, copies)
+        self._elements: FoundElements | None = None
+        if not self._began_empty:
+            quiet = (track for track in tracks if tracked.is_quiet(track) and not any(tensors_of(track.installed)))
+            self._quiet = {id(track) for track in quiet}  # and nothing of them is lent
+            self._versions += [(track, self._now_of(track, track.installed)) for track in tracks]
+            near = [t for t, _ in self._versions if t.item.region in (OUTSIDE, block)]
+            self._elements = FoundElements(tracked, self._pairs(), self._pairs(near), copies)
 
     def _found_nothing(self) -> bool:
         """Whether no state changes, and the block was given no objects but empty lists and dicts."""
@@ -120,7 +139,7 @@ class BlockState:
     def is_empty(self) -> bool:
         """Whether, besides, these lists and dicts are empty now. transformers gives every block a dict in which to collect
         outputs, and most calls leave it empty."""
-        return self._found_nothing() and not any(each.owner for each in self._carriers)
+        return self._found_nothing() and not any(self._given.values)
 
     def _now_of(self, track: Track, last: Version) -> Version:
         return last if id(track) in self._quiet else track.item.capture(last)
@@ -130,7 +149,7 @@ class BlockState:
         wanted = None if tracks is None else set(map(id, tracks))
         versions = (pair for pair in self._versions if wanted is None or id(pair[0]) in wanted)
         places = (pair for track, version in versions if isinstance(track.item, PlaceItem) for pair in version)
-        return _once((*places, *self._carried))
+        return _once((*places, *self._given.pairs))
 
     def inputs(self) -> list[torch.Tensor]:
         """The tensors that require grad which the block can reach, each once."""
@@ -186,9 +205,9 @@ class BlockState:
         return _once((*places, *self._carried_now()))
 
     def _carried_now(self) -> Pairs:
-        if not self._carriers or self.is_empty():
-            return tuple((container, Contents()) for container in self._carriers)
-        below = containers([container.owner for container in self._carriers], given=True)
+        if not self._given.pairs or self.is_empty():
+            return tuple((container, Contents()) for container, _ in self._given.pairs)
+        below = containers([container.owner for container, _ in self._given.pairs], given=True)
         return tuple((container, container.read()) for container in below)
 
     @contextlib.contextmanager
@@ -210,7 +229,7 @@ class BlockState:
         places = [pair for pair in waiting if isinstance(pair[0].item, PlaceItem)]
 
         def put_call_there() -> None:
-            now.extend(self._elements.restore())
+            now.extend([] if self._elements is None else self._elements.restore())
             self._install([held for _, held in after])
             self.lend(twins)
 
@@ -238,7 +257,7 @@ class BlockState:
         for (track, version), now_held in zip(self._versions, held, strict=True):
             if version is not now_held:
                 track.item.install(version)
-        put_back(self._carried)
+        put_back(self._given.pairs)
 
 
 def tensors_in_objects(values: Iterable[object]) -> list[tuple[tuple[int, ...], torch.Tensor]]:

@@ -14,7 +14,6 @@ from torch import nn
 from ds_vertical.errors import LayerError, OtherRankError
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.block_state import BlockState
-from ds_vertical.model.state.containers import Container, container_of, containers
 from ds_vertical.model.state.module_state import Elements, PlaceItem, Version, equal_values
 from ds_vertical.model.state.restart import HORIZONTAL, StateMissed
 from ds_vertical.model.state.survey import OUTSIDE
@@ -330,11 +329,10 @@ class StepState:
         if not self._learned.handled or not (self._learns or self._tracks or carriers):
             return None
         self.tracked.learn([block])  # what the code ahead of the call has changed is no doing of the block's
-        found = _containers_of(carriers)
         tracks = [t for t in self._tracks if t.item.region in (OUTSIDE, block) or isinstance(t.item, PlaceItem)]
-        if not found and not tracks and not self._learns:
+        if not carriers and not tracks and not self._learns:
             return None
-        return BlockState(self.tracked, block, tracks, found, self._learned.copies)
+        return BlockState(self.tracked, block, tracks, carriers, self._learned.copies)
 
     # ---- the end
 
@@ -364,12 +362,6 @@ class StepState:
             track.install(track.base)
         for item, state in self.tracked.unused:
             item.install(state)
-
-
-def _containers_of(carriers: Sequence[object]) -> list[Container]:
-    if all(type(each) in (dict, list) and not each for each in carriers):  # most: nothing lies in them
-        return [made for each in carriers if (made := container_of(each)) is not None]
-    return containers(carriers, given=True)
 
 
 def _unsure(tracks: Iterable[Track]) -> list[Known]:

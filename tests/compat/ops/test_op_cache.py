@@ -506,7 +506,7 @@ def test_architectures_by_name_are_refused_before_anything_is_compiled(for_cuda:
         native.OwnOp, "builder", lambda _: SimpleNamespace(load=lambda **_: cache.readable_architectures("Hopper"))
     )
     for_cuda.setattr(cache, "activate", lambda: None)
-    with_stand_in = native.free_adam, native.identity_node, native.block_quantizer, native.master_halves
+    with_stand_in = native.free_adam, native.identity_node, native.state_reader, native.block_quantizer, native.master_halves
     for load_own in (native.checked_aio, *with_stand_in):
         with pytest.raises(ConfigError, match="write one such as"):  # neither a stand-in nor another reason
             load_own.__wrapped__()

@@ -314,6 +314,21 @@ def test_tensors_of_users_own_types_keep_them() -> None:
     assert "_IdentityNode" not in joint(plain).grad_fn.name()  # the compiled one
 
 
+def test_where_the_capture_of_state_does_not_compile_nodes_stay_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("#error on purpose\n")
+    op = replace(load.HOST_STATE, source=str(broken))
+    monkeypatch.setattr(load, "HOST_STATE", op)
+    try:
+        with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled .* Python captures"):
+            assert load.state_reader.__wrapped__() is None
+    finally:
+        cache.forget(op.build_name)
+    assert load.identity_node.__wrapped__() is not None
+
+
 def test_where_the_joint_does_not_compile_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("#error on purpose\n")
