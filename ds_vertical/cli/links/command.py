@@ -110,7 +110,11 @@ def _lines(report: JsonObject, out: Path | None) -> list[str]:
     """For the terminal."""
     links, hosts = report["links"], report["hosts"]
     shown = [f"{len(hosts)} host(s) with {report['ranks_per_host']} rank(s) each: {', '.join(hosts)}"]
-    what = {"local": "into a rank, from its host's others", "cross": "into a host, from the others"}
+    what = {
+        "pair": "into a rank, from its pair's other",
+        "local": "into a rank, from its host's others",
+        "cross": "into a host, from the others",
+    }
     for name, meaning in what.items():
         if f"{name}_bytes_per_s" in links:
             rate, latency = links[f"{name}_bytes_per_s"], links[f"{name}_latency_s"]

@@ -1,9 +1,10 @@
 """A rank that measures the links, launched by `ds-vertical limits --links` on all hosts.
 
 All ranks send at the same time, through training's own collectives and threads: first the ranks of each host among themselves,
-then those that have the same place on their hosts. Half of the bytes are gathered, as weights are, and half are exchanged and
-added, as gradients are. What all ranks at once gather and sum, as without levels, is measured for what it takes of the cores. A
-rate is of the slowest rank, since ranks wait for each other in every layer.
+then those that have the same place on their hosts. Where a host has four ranks or more, and an even number, each rank also
+sends to the neighbour with which it is a pair, such as the two GCDs of one card. Half of the bytes are gathered, as weights
+are, and half are exchanged and added, as gradients are. What all ranks at once gather and sum, as without levels, is measured
+for what it takes of the cores. A rate is of the slowest rank, since ranks wait for each other in every layer.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _TINY_ROUNDS: Final = 20
 _KEPT: Final = 8  # times what is gathered
 _FP32_BYTES: Final = 4
 _ROUNDED: Final = 1 << 22  # numbers at a time
+_PAIR: Final = 2  # ranks
 
 _Hop = tuple[Callable[[torch.Tensor], Any], int]  # what starts it, and how many chunks it is given
 
@@ -84,21 +86,38 @@ def _links(topology: Topology, num_bytes: int, rounds: int) -> dict[str, float]:
     core_s = received = 0.0
     size = max(1, num_bytes // _FP32_BYTES // topology.world)
     for name, level, receivers in (("local", Level.PAIR, 1), ("cross", Level.WORLD, topology.pair)):
-        others = topology.width(level) - 1
-        if not others:
-            continue
-        hops = _hops(collectives, level)
-        tiny_s, _ = _seconds(hops, 1, _TINY_ROUNDS)
-        whole_s, cores_s = _seconds(hops, size, rounds)
-        moved = len(hops) * others * topology.num_chunks(level) * size * _FP32_BYTES
-        links[f"{name}_bytes_per_s"] = receivers * moved / max(whole_s - tiny_s, 1e-9)
-        links[f"{name}_latency_s"] = tiny_s / len(hops)
+        found, moved, cores_s = _link(collectives, level, size, rounds)
+        links |= {f"{name}_bytes_per_s": receivers * found[0], f"{name}_latency_s": found[1]} if moved else {}
         core_s, received = core_s + cores_s, received + moved
     collectives.close()
+    if topology.pair > _PAIR and topology.pair % _PAIR == 0:
+        links |= _pair_link(topology.world, size, rounds)
     if received and device_name() == "cpu":
         links |= {"core_s_per_byte": core_s / received, "one_level_core_s_per_byte": _one_level_core_s(size, rounds)}
         links |= {"round_core_s_per_element": _round_core_s(rounds)}
     return links
+
+
+def _link(collectives: LevelCollectives, level: Level, size: int, rounds: int) -> tuple[tuple[float, float], int, float]:
+    """Of the hops of a level: bytes a second into a rank, and the seconds of the smallest; bytes that came into a rank, and
+    seconds of cores for these. No bytes where a hop has one rank."""
+    topology = collectives.topology
+    others = topology.width(level) - 1
+    if not others:
+        return (0.0, 0.0), 0, 0.0
+    hops = _hops(collectives, level)
+    tiny_s, _ = _seconds(hops, 1, _TINY_ROUNDS)
+    whole_s, cores_s = _seconds(hops, size, rounds)
+    moved = len(hops) * others * topology.num_chunks(level) * size * _FP32_BYTES
+    return (moved / max(whole_s - tiny_s, 1e-9), tiny_s / len(hops)), moved, cores_s
+
+
+def _pair_link(world: int, size: int, rounds: int) -> dict[str, float]:
+    """Of the link between two neighbours, all pairs at the same time."""
+    collectives = LevelCollectives(Topology(world=world, node=_PAIR, pair=_PAIR))
+    (rate, latency), _, _ = _link(collectives, Level.PAIR, size, rounds)
+    collectives.close()
+    return {"pair_ranks": _PAIR, "pair_bytes_per_s": rate, "pair_latency_s": latency}
 
 
 def _one_level_core_s(size: int, rounds: int) -> float:
