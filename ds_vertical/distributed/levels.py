@@ -4,8 +4,10 @@
 level has a process group per direction. On the CPU each such group has a thread: a lane. A lane takes its hops first in, first
 out. A collective of several hops goes from lane to lane. All ranks issue collectives in the order of one schedule, so the order
 in each lane is the same on all ranks, whatever the other lanes do. A rank whose hop has failed issues none behind it any more:
-its hops would meet other ones of the other ranks. Every later collective of that direction raises that hop's error. On a GPU
-the calling thread issues all hops at once.
+its hops would meet other ones of the other ranks. Every later collective of that direction raises that hop's error. Beside a
+device the calling thread issues all hops at once, in the stream that computes, and both directions share the groups: see
+`device_parts`, [Note: levels beside a device]. A collective is over there when it is issued, and its result for what the same
+stream is given next.
 
 [Note: trees] A sum goes to its owner hop by hop: all-to-all of the ranks' terms, then their addition in fp32, in ascending
 order of ranks. The sum is rounded to the dtype of communication at the end of each hop. The first hop is over w ranks, then

@@ -1,13 +1,14 @@
 """Units over two levels: their parameters, of which each node keeps a copy, and the reduction of their gradients.
 
 A unit is sent as DeepSpeed has cut its parameters: a rank's chunk of the unit is the rank's shards, one behind the other.
-Parameters of different dtypes go apart. See `schedule.levels`, [Note: levels], for what is sent when.
+Parameters of different dtypes go apart. See `schedule.levels`, [Note: levels], for what is sent when, and `device_parts`,
+[Note: levels beside a device], for what is different there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,11 +16,14 @@ from ds_vertical.compat import accelerator, zero_params
 from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
+from ds_vertical.distributed.device_parts import Carry, DeviceParts, RestingPart
 from ds_vertical.distributed.levels import Issued, LevelCollectives, clear_padding, cut_into_chunks, joined_chunks
 from ds_vertical.distributed.quantize import Quantizer
 from ds_vertical.distributed.topology import PAIR_KEY, Topology, topology_of
 from ds_vertical.errors import ConfigError
+from ds_vertical.io.checksums import checksum
 from ds_vertical.io.runs.this_host import host_id
+from ds_vertical.io.streams import works_beside_host
 from ds_vertical.schedule.levels import Arrival
 from ds_vertical.schedule.trace import Tracer
 from ds_vertical.types import LevelSettings, RunSettings, Unit
@@ -57,15 +61,10 @@ def topology_on(hosts: Sequence[str], settings: LevelSettings) -> Topology:
 
 
 def refuse_levels(settings: RunSettings) -> None:
-    """Raise ConfigError, on all ranks alike, where the section asks for levels that the ranks or the device do not have.
-    Collective where it asks for any."""
+    """Raise ConfigError, on all ranks alike, where the section asks for levels that the ranks do not have. Collective where it
+    asks for any."""
     if not (settings.enabled and settings.levels.are_on):
         return
-    if accelerator.device_name() != "cpu":
-        raise ConfigError(
-            f"{PAIR_KEY}: got {settings.levels.ranks_per_node} on {accelerator.device_name()}; vertical_schedule has levels on"
-            " the CPU alone so far; write 1 or remove it"
-        )
     ranks.start_distributed()
     topology_for(settings.levels)
 
@@ -87,12 +86,15 @@ ShardOf = Callable[[ZeroParam], torch.Tensor]
 @dataclass(eq=False)
 class _Copy:
     """This rank's part of its node's copy of a unit: per dtype the parameters, and what brings the part. `version`: of the
-    unit's files when they were read. `sent`: per dtype this rank's own chunk, until the part is there."""
+    unit's files when they were read. `sent`: per dtype this rank's own chunk, until the part is there. Beside a device
+    `resting` has the parts that are kept in host memory, in place of `parts`, and `checksums` those of shards in memory."""
 
     groups: list[list[ZeroParam]]
     parts: list[Issued[torch.Tensor]]
     version: int
     sent: list[torch.Tensor | None]
+    resting: list[RestingPart] = field(default_factory=list)
+    checksums: list[int] | None = None
 
     def forget_sent(self) -> None:
         """What has arrived says itself what was sent."""
@@ -107,16 +109,23 @@ class UnitLevels:
     def __init__(self, settings: LevelSettings, tracer: Tracer, shard_of: ShardOf = zero_params.shard) -> None:
         self.topology, self._collectives = _open(settings)
         self._collectives.trace(tracer)
-        if settings.quantized_weights or settings.quantized_gradients:
+        device = torch.device(accelerator.device_name())
+        self._beside = DeviceParts(device) if works_beside_host(device) else None
+        if self._beside is None and (settings.quantized_weights or settings.quantized_gradients):
             load.block_quantizer()  # compiled here, and not on a hop's thread in mid-step
         self._settings = settings
         self._shard_of = shard_of
         self.sends: Callable[[ZeroParam], bool] = zero_params.is_partitioned
         self._copies: dict[Unit, _Copy] = {}
 
+    def carry_by(self, carry: Carry) -> None:
+        """Have shards and parts go to a device beside the host in the stream of fetches, by `carry`."""
+        if self._beside is not None:
+            self._beside.carry = carry
+
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory in the copies."""
+        """Bytes in the copies: of host memory, or of the device's where they stand there."""
         groups = [group for copy in self._copies.values() for group in copy.groups]
         num_chunks = self.topology.world // self.topology.pair
         return num_chunks * sum(zero_params.shard_bytes(param) for group in groups for param in group)
@@ -139,12 +148,14 @@ class UnitLevels:
             copy.sent = [None] * len(copy.sent)
         else:
             copy, what = self._copies[unit], f"{unit}FETCH"
-        pairs = zip(copy.groups, copy.parts, strict=True)
+        pairs = zip(copy.groups, self._parts_of(copy), strict=True)
         under_way = [(group, self._collectives.gather(part, what=what)) for group, part in pairs]
         if arrival.keeps:
             self._copies[unit] = copy
+            self._rest(copy)
         else:
             self._copies.pop(unit, None)
+            self._give_up(copy)
         wanted = {id(param) for param in params}
         gathered = [param for group in copy.groups for param in group if id(param) in wanted]
         zero_params.expect(gathered)
@@ -166,7 +177,7 @@ class UnitLevels:
     def join(self, params: Sequence[ZeroParam], arrival: Arrival) -> None:
         """Take part in what `start` does on the other ranks, with zeros: this rank's part of the pass has failed."""
         for group in _by_dtype(params):
-            zeros = torch.zeros(sum(map(zero_params.shard_numel, group)), dtype=zero_params.shard_dtype(group[0]))
+            zeros = _zeros(group)
             if arrival.spreads:
                 part = self._collectives.spread(zeros, self._quantizer(group)).wait()
             else:
@@ -181,13 +192,14 @@ class UnitLevels:
         for copy in self._copies.values():
             copy.forget_sent()
         self._copies[unit] = copy = self._spread(unit, params, shard_of, version)
+        if self._beside is not None:
+            copy.sent, copy.checksums = [None] * len(copy.sent), self._checksums(copy.groups)
         return copy.parts
 
     def join_renewal(self, params: Sequence[ZeroParam]) -> None:
         """Take part in what `renew` does on the other ranks, with zeros."""
         for group in _by_dtype(params):
-            zeros = torch.zeros(sum(map(zero_params.shard_numel, group)), dtype=zero_params.shard_dtype(group[0]))
-            self._collectives.spread(zeros, self._quantizer(group)).wait()
+            self._collectives.spread(_zeros(group), self._quantizer(group)).wait()
 
     def standing(self, versions: Mapping[Unit, int]) -> frozenset[Unit]:
         """The units whose copy is of their present values on all ranks; any other copy is forgotten. Collective. `versions`:
@@ -205,6 +217,8 @@ class UnitLevels:
 
     def _is_current(self, copy: _Copy) -> bool:
         """Whether what rests in memory is what this rank has sent. The values of files have versions."""
+        if self._beside is not None:
+            return copy.checksums == self._checksums(copy.groups)
         copy.forget_sent()
         place = self.topology.copy_order(ranks.rank()).index(ranks.rank())
         for group, part, sent in zip(copy.groups, copy.parts, copy.sent, strict=True):
@@ -228,11 +242,39 @@ class UnitLevels:
         quantizer.dequantize(quantizer.quantize(chunk.view(1, -1)), rows)
         return rows.view(-1)
 
+    def _checksums(self, groups: Sequence[Sequence[ZeroParam]]) -> list[int]:
+        """Of this rank's shards that rest in memory. For one in a device's memory the host waits."""
+        members = (param for group in groups for param in group if not zero_params.is_on_ssd(param))
+        return [checksum(self._shard_of(param).cpu().contiguous().view(torch.uint8).numpy()) for param in members]
+
     def drop_all(self) -> None:
         """Forget the copies: the pass that has kept them was cut."""
-        self._copies.clear()
+        while self._copies:
+            self._give_up(self._copies.popitem()[1])
+
+    def close(self) -> None:
+        """Forget the copies, and give their memory back. Twice is harmless."""
+        self.drop_all()
+        if self._beside is not None:
+            self._beside.close()
 
     # ---- details
+
+    def _parts_of(self, copy: _Copy) -> Sequence[torch.Tensor | Issued[torch.Tensor]]:
+        """What is gathered of a copy."""
+        if self._beside is None or not copy.resting:
+            return copy.parts
+        return [self._beside.back(part) for part in copy.resting]
+
+    def _rest(self, copy: _Copy) -> None:
+        """Have a copy wait for its next fetch: beside a device in host memory, unless it stands on the device."""
+        if self._beside is not None and not self._settings.copy_on_device:
+            copy.resting += [self._beside.put(part.wait()) for part in copy.parts]
+            copy.parts = []
+
+    def _give_up(self, copy: _Copy) -> None:
+        while copy.resting and self._beside is not None:
+            self._beside.give_up(copy.resting.pop())
 
     def _spread(self, unit: Unit, params: Sequence[ZeroParam], shard_of: ShardOf, version: int) -> _Copy:
         groups = _by_dtype(params)
@@ -245,7 +287,8 @@ class UnitLevels:
         return _Copy(groups, parts, version, sent)
 
     def _own_chunk(self, group: Sequence[ZeroParam], shard_of: ShardOf) -> torch.Tensor:
-        chunk = torch.cat([shard_of(param) for param in group])
+        shards = [shard_of(param) for param in group]
+        chunk = torch.cat(shards) if self._beside is None else self._beside.joined(shards)
         clear_padding(chunk, [zero_params.full_numel(param) for param in group], ranks.rank(), self.topology.world)
         return chunk
 
@@ -253,6 +296,12 @@ class UnitLevels:
         if not self._settings.quantized_weights:
             return None
         return Quantizer(_WEIGHT_BITS, self._settings.block, tuple(map(zero_params.shard_numel, group)))
+
+
+def _zeros(group: Sequence[ZeroParam]) -> torch.Tensor:
+    """In place of a rank's own chunk."""
+    numel, device = sum(map(zero_params.shard_numel, group)), accelerator.device_name()
+    return torch.zeros(numel, dtype=zero_params.shard_dtype(group[0]), device=device)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
