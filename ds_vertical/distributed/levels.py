@@ -363,13 +363,14 @@ def clear_padding(share: torch.Tensor, numels: Sequence[int], rank: int, count: 
 def cut_into_chunks(tensors: Sequence[torch.Tensor], order: Sequence[int], divisor: int = 1) -> torch.Tensor:
     """Flat tensors, divided, as DeepSpeed partitions them over the ranks: (W, S), a row for each rank of `order`. A row has the
     rank's shard of each tensor, one behind the other. Each tensor is padded with zeros to a multiple of W."""
-    sizes = shard_sizes([each.numel() for each in tensors], len(order))
-    rows = tensors[0].new_empty(len(order), sum(sizes))
+    sizes, first = shard_sizes([each.numel() for each in tensors], len(order)), tensors[0]
+    rows = first.new_empty(len(order), sum(sizes))
+    divided_by = divisor if first.device.type == "cpu" else first.new_full((1,), divisor)  # by a number GPUs multiply
     for row, rank in zip(rows, order, strict=True):
         for each, size, place in zip(tensors, sizes, row.split(sizes), strict=True):
             piece = each[rank * size : (rank + 1) * size]
             own, padding = place.split([piece.numel(), size - piece.numel()])
-            torch.div(piece, divisor, out=own) if divisor != 1 else own.copy_(piece)
+            own.copy_(piece) if divisor == 1 else torch.div(piece, divided_by, out=own)
             padding.zero_()
     return rows
 

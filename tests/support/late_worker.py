@@ -325,8 +325,8 @@ def train(
     *,
     vertical: bool = True,
 ) -> harness.Run:
-    """All that `harness.Run` has, gradients where the case records them: reading them waits. Each step is within `watch`; `look`
-    has the engine, its model and its JSON at the end of the last one."""
+    """All that `harness.Run` has, gradients where the case records them: reading them waits. Each step is within `watch`;
+    `look` has the engine, its model and its JSON at the end of the last one."""
     config = harness.base_config(folder, num_micro_batches=NUM_MICRO_BATCHES, **case.options)
     config["zero_optimization"] |= case.zero
     if case.options.get("params", "nvme") == "nvme":
