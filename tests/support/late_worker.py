@@ -286,6 +286,7 @@ ON_LEVELS = {
     "bf16, levels, late steps": _levels("bf16", 0.0, {"optimizer_delay": 0.5}),
     "bf16, levels, nothing beside anything": _levels("bf16", 1.0, {"overlap": False}),
 }
+STANDS = [name for name in ON_LEVELS if "copies on the device" in name]
 ON_RANKS = {LISTENING: replace(_case("bf16", 1.0), listens=True), FLAT: _case("fp32", 1.0), **ON_LEVELS}
 
 
