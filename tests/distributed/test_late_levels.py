@@ -66,8 +66,8 @@ def test_the_host_waits_for_no_hop(outcomes: Find, name: str) -> None:
     for late in outcomes(name, "late"):
         sites = Counter(wait.site for wait in late.waits[-1].elements())
         assert not [site for site in sites if site.startswith(("levels.py", "unit_levels.py", "device_parts.py"))], sites
-        device = {wait.site for wait in late.waits[-1] if wait.what in ("item", "device", "copy of pageable memory")}
-        assert device <= {"late_accelerator.py:synchronize"}, sites
+        assert not [wait for wait in late.waits[-1] if wait.what in ("item", "copy of pageable memory")], sites
+        del sites["late_accelerator.py:synchronize"]  # a probe of what forwards could keep, in some steps
         assert sum(sites.values()) <= NUM_LAYERS + OF_A_STEP + (NUM_LAYERS + 2) * (name in STANDS), sites
 
 
