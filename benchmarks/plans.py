@@ -36,7 +36,8 @@ ROWS = (
         for levels in (("", " --assume-levels") if nodes > 1 else ("",))
     ),
     *(
-        f"--model gpt_20b --tokens-per-step {16384 * nodes} --machine frontier_node --num-ranks 8 --nodes {nodes} --assume-levels"
+        f"--model gpt_20b --tokens-per-step {16384 * nodes} --machine frontier_node --num-ranks 8 --nodes {nodes}"
+        " --assume-levels"
         for nodes in (2, 8, 48)
     ),
 )
