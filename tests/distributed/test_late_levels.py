@@ -60,6 +60,12 @@ def test_four_ranks_have_the_bits_of_the_cpu(outcomes: Find, name: str) -> None:
     assert_right(outcomes(name, "late"), outcomes(name, "cpu"))
 
 
+def test_one_thread_issues_all_hops_beside_a_device(outcomes: Find) -> None:
+    """In the order of the schedule: that of threads of their own would be the ranks' own."""
+    assert [late.lanes for late in outcomes(LEVELS, "late")] == [[]] * 4
+    assert all(cpu.lanes for cpu in outcomes(LEVELS, "cpu"))
+
+
 @pytest.mark.parametrize("name", [LEVELS, *(pytest.param(name, marks=pytest.mark.slow) for name in STANDS)])
 def test_the_host_waits_for_no_hop(outcomes: Find, name: str) -> None:
     """Nor for a copy of a fetch, nor for one of a node's copy. Where copies stand, once for each unit that is made anew."""

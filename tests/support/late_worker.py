@@ -12,6 +12,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -294,7 +295,7 @@ ON_RANKS = {LISTENING: replace(_case("bf16", 1.0), listens=True), FLAT: _case("f
 class Outcome:
     """What training has given; on the late device also the host's waits of each step, what was wrong, bytes of host memory
     that are still registered with the device once the engine is gone; bytes of the device that the budget has for the training,
-    and that it has taken at most."""
+    and that it has taken at most. `lanes`: the threads that issue collectives over levels."""
 
     run: harness.Run | None = None
     waits: list[Counter[Any]] = field(default_factory=list)
@@ -302,6 +303,7 @@ class Outcome:
     registered: int = -1
     budget: int = -1
     peak: int = -1
+    lanes: list[str] = field(default_factory=list)
     error: str | None = None
 
 
@@ -361,6 +363,11 @@ def train(
     return run
 
 
+def lanes() -> list[str]:
+    """The threads on which collectives over levels wait for each other, by their names."""
+    return [each.name for each in threading.enumerate() if each.name.startswith(("ds_vertical weights", "ds_vertical grad"))]
+
+
 def outcome(case: Case, folder: Path) -> Outcome:
     import late_device
 
@@ -375,7 +382,7 @@ def outcome(case: Case, folder: Path) -> Outcome:
         found.peak = max(found.peak, torch.accelerator.memory_stats()["active_bytes.all.peak"] - before)
 
     def look(engine: Any, model: nn.Module, config: dict[str, Any]) -> None:
-        found.budget = device_budget(engine, model, config)
+        found.budget, found.lanes = device_budget(engine, model, config), lanes()
 
     before = torch.accelerator.memory_stats()["active_bytes.all.current"]
     try:
@@ -397,7 +404,7 @@ def main(folder: str, device: str, *names: str) -> int:
     for index, name in enumerate(names):
         place, case = Path(folder, f"{device}{index}"), (CASES | ON_RANKS)[name]
         place.mkdir(exist_ok=True)
-        found = outcome(case, place) if device == "late" else Outcome(train(case, place))
+        found = outcome(case, place) if device == "late" else Outcome(train(case, place), lanes=lanes())
         torch.save(found, Path(folder, f"{name}.pt" if num_ranks == 1 else f"{name}.{device}{rank}.pt"))
     return 0
 
