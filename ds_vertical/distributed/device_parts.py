@@ -14,7 +14,8 @@ wait for each other crosswise where all ranks issue them in one order into one s
   what it has been given before. What is computed next comes behind them, and so do hops of what they bring.
 - A part of a copy that is kept in host memory leaves in a stream of its own, behind its first gather and beside what follows.
   It comes back in the stream of the fetches. Events order the two; the host waits for neither.
-- Memory for such parts is page-locked, and kept for the next part of its size.
+- Memory for such parts is page-locked, and kept for the next part of its size. That one leaves behind what the stream that
+  computes has been given, and so behind the copy back of the one before.
 
 Sums are those of `levels`, [Note: trees]: additions in fp32, one after the other, and a division: the processor's bits.
 """
@@ -71,13 +72,21 @@ class DeviceParts:
                 place.copy_(shard)
         return made[0]
 
+    def make_room(self, sizes: Sequence[int]) -> None:
+        """Have memory for parts of so many bytes that are `put` next. Raises OSError where the system has none."""
+        taken: list[torch.Tensor] = []
+        try:
+            for size in sizes:
+                taken.append(self._reserve.take(size))
+        finally:
+            for memory in taken:
+                self._reserve.put_back(memory)
+
     def put(self, part: torch.Tensor) -> RestingPart:
         """Take a part to host memory, as the device's current stream has it by then. The part may be given up at once."""
         assert self._outgoing is not None  # there is a device beside the host
         memory = self._reserve.take(part.nbytes)
-        self._outgoing.wait_stream(streams.current_stream(self._device))
-        if self._back is not None:  # the memory may be that of a part that is still on its way back
-            self._back.wait(self._outgoing)
+        self._outgoing.wait_stream(streams.current_stream(self._device))  # and so for whatever is on its way out of the memory
         with streams.given_to(self._outgoing):
             memory[: part.nbytes].copy_(part.view(torch.uint8).view(-1), non_blocking=True)
         part.record_stream(self._outgoing)

@@ -16,7 +16,7 @@ from ds_vertical.compat import accelerator, zero_params
 from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
-from ds_vertical.distributed.device_parts import Carry, DeviceParts, RestingPart
+from ds_vertical.distributed.device_parts import DeviceParts, RestingPart
 from ds_vertical.distributed.levels import Issued, LevelCollectives, clear_padding, cut_into_chunks, joined_chunks
 from ds_vertical.distributed.quantize import Quantizer
 from ds_vertical.distributed.topology import PAIR_KEY, Topology, topology_of
@@ -100,35 +100,45 @@ class _Copy:
         """What has arrived says itself what was sent."""
         self.sent = [None if part.is_over else sent for part, sent in zip(self.parts, self.sent, strict=True)]
 
+    def given(self, rest: DeviceParts | None) -> Sequence[torch.Tensor | Issued[torch.Tensor]]:
+        """What is gathered of the copy; what waits in host memory begins to come back."""
+        return self.parts if rest is None or not self.resting else [rest.back(part) for part in self.resting]
+
+    def leave(self, rest: DeviceParts | None) -> None:
+        """Let the parts wait in host memory; without `rest` they wait where they are."""
+        if rest is not None:
+            self.resting += [rest.put(part.wait()) for part in self.parts]
+            self.parts = []
+
+    def give_up(self, rest: DeviceParts | None) -> None:
+        """Nobody asks for the copy any more."""
+        while rest is not None and self.resting:
+            rest.give_up(self.resting.pop())
+
 
 class UnitLevels:
     """Gathers units, and keeps this rank's parts of the node's copies. `topology`: of the ranks. `tracer`: takes all hops,
     those of reductions, too. `shard_of`: this rank's shard of a parameter, of the values that the copies have. `sends`:
-    whether a copy that is made again has a parameter; one that is full stays on the device."""
+    whether a copy that is made again has a parameter; one that is full stays on the device. `beside`: what brings shards to a
+    device beside the host; None: there is none."""
 
     def __init__(self, settings: LevelSettings, tracer: Tracer, shard_of: ShardOf = zero_params.shard) -> None:
         self.topology, self._collectives = _open(settings)
         self._collectives.trace(tracer)
         device = torch.device(accelerator.device_name())
-        self._beside = DeviceParts(device) if works_beside_host(device) else None
-        if self._beside is None and (settings.quantized_weights or settings.quantized_gradients):
+        self.beside = DeviceParts(device) if works_beside_host(device) else None
+        self._rest = None if settings.copy_on_device else self.beside  # where parts wait for the next fetch
+        if self.beside is None and (settings.quantized_weights or settings.quantized_gradients):
             load.block_quantizer()  # compiled here, and not on a hop's thread in mid-step
         self._settings = settings
         self._shard_of = shard_of
         self.sends: Callable[[ZeroParam], bool] = zero_params.is_partitioned
         self._copies: dict[Unit, _Copy] = {}
 
-    def carry_by(self, carry: Carry) -> None:
-        """Have shards and parts go to a device beside the host in the stream of fetches, by `carry`."""
-        if self._beside is not None:
-            self._beside.carry = carry
-
     @property
     def num_bytes(self) -> int:
         """Bytes in the copies: of host memory, or of the device's where they stand there."""
-        groups = [group for copy in self._copies.values() for group in copy.groups]
-        num_chunks = self.topology.world // self.topology.pair
-        return num_chunks * sum(zero_params.shard_bytes(param) for group in groups for param in group)
+        return sum(_part_bytes(group, self.topology) for copy in self._copies.values() for group in copy.groups)
 
     def check_copy(self, unit: Unit, version: int) -> None:
         """Raise RuntimeError where there is no copy of the unit's present values. All ranks do, or none."""
@@ -144,18 +154,20 @@ class UnitLevels:
         """Start to assemble full parameters, out of the shards in memory or out of the node's copy. Returns those that will be
         full, and what waits for that. `version`: of the unit's files."""
         if arrival.spreads:
+            if arrival.keeps and self._rest is not None:  # which may fail, and then ahead of the hops
+                self._rest.make_room([_part_bytes(group, self.topology) for group in _by_dtype(params)])
             copy, what = self._spread(unit, params, self._shard_of, version), f"{unit}SPREAD"
             copy.sent = [None] * len(copy.sent)
         else:
             copy, what = self._copies[unit], f"{unit}FETCH"
-        pairs = zip(copy.groups, self._parts_of(copy), strict=True)
+        pairs = zip(copy.groups, copy.given(self._rest), strict=True)
         under_way = [(group, self._collectives.gather(part, what=what)) for group, part in pairs]
         if arrival.keeps:
             self._copies[unit] = copy
-            self._rest(copy)
+            copy.leave(self._rest)
         else:
             self._copies.pop(unit, None)
-            self._give_up(copy)
+            copy.give_up(self._rest)
         wanted = {id(param) for param in params}
         gathered = [param for group in copy.groups for param in group if id(param) in wanted]
         zero_params.expect(gathered)
@@ -192,8 +204,8 @@ class UnitLevels:
         for copy in self._copies.values():
             copy.forget_sent()
         self._copies[unit] = copy = self._spread(unit, params, shard_of, version)
-        if self._beside is not None:
-            copy.sent, copy.checksums = [None] * len(copy.sent), self._checksums(copy.groups)
+        if self.beside is not None:
+            copy.sent, copy.checksums = [None] * len(copy.sent), _checksums(copy.groups, self._shard_of)
         return copy.parts
 
     def join_renewal(self, params: Sequence[ZeroParam]) -> None:
@@ -217,8 +229,8 @@ class UnitLevels:
 
     def _is_current(self, copy: _Copy) -> bool:
         """Whether what rests in memory is what this rank has sent. The values of files have versions."""
-        if self._beside is not None:
-            return copy.checksums == self._checksums(copy.groups)
+        if self.beside is not None:
+            return copy.checksums == _checksums(copy.groups, self._shard_of)
         copy.forget_sent()
         place = self.topology.copy_order(ranks.rank()).index(ranks.rank())
         for group, part, sent in zip(copy.groups, copy.parts, copy.sent, strict=True):
@@ -242,39 +254,12 @@ class UnitLevels:
         quantizer.dequantize(quantizer.quantize(chunk.view(1, -1)), rows)
         return rows.view(-1)
 
-    def _checksums(self, groups: Sequence[Sequence[ZeroParam]]) -> list[int]:
-        """Of this rank's shards that rest in memory. For one in a device's memory the host waits."""
-        members = (param for group in groups for param in group if not zero_params.is_on_ssd(param))
-        return [checksum(self._shard_of(param).cpu().contiguous().view(torch.uint8).numpy()) for param in members]
-
     def drop_all(self) -> None:
         """Forget the copies: the pass that has kept them was cut."""
         while self._copies:
-            self._give_up(self._copies.popitem()[1])
-
-    def close(self) -> None:
-        """Forget the copies, and give their memory back. Twice is harmless."""
-        self.drop_all()
-        if self._beside is not None:
-            self._beside.close()
+            self._copies.popitem()[1].give_up(self._rest)
 
     # ---- details
-
-    def _parts_of(self, copy: _Copy) -> Sequence[torch.Tensor | Issued[torch.Tensor]]:
-        """What is gathered of a copy."""
-        if self._beside is None or not copy.resting:
-            return copy.parts
-        return [self._beside.back(part) for part in copy.resting]
-
-    def _rest(self, copy: _Copy) -> None:
-        """Have a copy wait for its next fetch: beside a device in host memory, unless it stands on the device."""
-        if self._beside is not None and not self._settings.copy_on_device:
-            copy.resting += [self._beside.put(part.wait()) for part in copy.parts]
-            copy.parts = []
-
-    def _give_up(self, copy: _Copy) -> None:
-        while copy.resting and self._beside is not None:
-            self._beside.give_up(copy.resting.pop())
 
     def _spread(self, unit: Unit, params: Sequence[ZeroParam], shard_of: ShardOf, version: int) -> _Copy:
         groups = _by_dtype(params)
@@ -288,7 +273,7 @@ class UnitLevels:
 
     def _own_chunk(self, group: Sequence[ZeroParam], shard_of: ShardOf) -> torch.Tensor:
         shards = [shard_of(param) for param in group]
-        chunk = torch.cat(shards) if self._beside is None else self._beside.joined(shards)
+        chunk = torch.cat(shards) if self.beside is None else self.beside.joined(shards)
         clear_padding(chunk, [zero_params.full_numel(param) for param in group], ranks.rank(), self.topology.world)
         return chunk
 
@@ -296,6 +281,18 @@ class UnitLevels:
         if not self._settings.quantized_weights:
             return None
         return Quantizer(_WEIGHT_BITS, self._settings.block, tuple(map(zero_params.shard_numel, group)))
+
+
+def _part_bytes(group: Sequence[ZeroParam], topology: Topology) -> int:
+    """Of a rank's part of a copy: shards of one dtype of W/w ranks."""
+    size = zero_params.shard_dtype(group[0]).itemsize
+    return topology.world // topology.pair * size * sum(map(zero_params.shard_numel, group))
+
+
+def _checksums(groups: Sequence[Sequence[ZeroParam]], shard_of: ShardOf) -> list[int]:
+    """Of this rank's shards that rest in memory. For one in a device's memory the host waits."""
+    members = (param for group in groups for param in group if not zero_params.is_on_ssd(param))
+    return [checksum(shard_of(param).cpu().contiguous().view(torch.uint8).numpy()) for param in members]
 
 
 def _zeros(group: Sequence[ZeroParam]) -> torch.Tensor:

@@ -83,8 +83,8 @@ class ParamStore:
         self.host_bytes, self.reads = self.buffers.num_bytes, self.buffers.reads
         self._group, self._levels = settings.group, settings.levels
         self.copies = None if settings.levels is None else StandingCopies(self, settings.levels, self._landing)
-        if settings.levels is not None:
-            settings.levels.carry_by(self._landing.carry)
+        if settings.levels is not None and settings.levels.beside is not None:
+            settings.levels.beside.carry = self._landing.carry
         self._in_flight = settings.group is not None and settings.device.type == "cpu"
         early = settings.overlap and (self._in_flight or self._landing.is_copy)
         self.gathers = GatherQueue(in_order=settings.group is not None, early=early)
@@ -268,8 +268,8 @@ class ParamStore:
         self.release_all()
         self.buffers.withdraw()
         self._closed = True
-        if self._levels is not None:
-            self._levels.close()
+        if self._levels is not None and self._levels.beside is not None:
+            self._levels.beside.close()
         if self.reads is not None:
             self.reads.close()
         self.writer.close()  # completes what it is writing from the buffers

@@ -17,7 +17,7 @@ from processes import start_ranks
 
 Find = Callable[[str, str], list[Outcome]]
 SLOW = [name for name in ON_LEVELS if name != LEVELS]
-OF_A_STEP = 6  # waits of the host: the norm's, and that for the last copy of a pass
+OF_A_STEP = 7  # waits of the host beside one for each layer's gradients: the norm's, those at the end of a forward and a step
 
 
 def train(folder: Path, device: str, names: Sequence[str], num_ranks: int) -> dict[str, list[Outcome]]:
