@@ -112,11 +112,6 @@ class Network:
         return self.sum_ranks or self.ranks_per_node
 
     @property
-    def rounds(self) -> bool:
-        """Whether weights or gradients are sent in fewer bits."""
-        return any(each is not None for each in (self.weight_bytes, *self.gradient_bytes))
-
-    @property
     def num_ranks(self) -> int:
         """Of all nodes."""
         return self.num_nodes * self.ranks_per_node
@@ -195,6 +190,11 @@ class Network:
         lane = "net_local" if near < width else _near_lane(self.pair_ranks, width * stride)
         first = _hop(lane, within, within * ranks, rounded)
         return first + _hop("net_cross", across, across, 0.0 if first else rounded)
+
+
+def rounds(network: Network) -> bool:
+    """Whether weights or gradients are sent in fewer bits."""
+    return any(each is not None for each in (network.weight_bytes, *network.gradient_bytes))
 
 
 def sent_over_levels(elements: float, param_bytes: float, copy_ranks: int, rounded: float) -> float:
