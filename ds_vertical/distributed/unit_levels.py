@@ -187,14 +187,16 @@ class UnitLevels:
         return gathered, wait
 
     def join(self, params: Sequence[ZeroParam], arrival: Arrival) -> None:
-        """Take part in what `start` does on the other ranks, with zeros: this rank's part of the pass has failed."""
-        for group in _by_dtype(params):
-            zeros = _zeros(group)
-            if arrival.spreads:
-                part = self._collectives.spread(zeros, self._quantizer(group)).wait()
-            else:
-                part = zeros.expand(self.topology.world // self.topology.pair, -1).contiguous()
-            self._collectives.gather(part).wait()
+        """Take part in what `start` does on the other ranks, with zeros: this rank's part of the pass has failed. In its order:
+        all spreads first."""
+        groups = _by_dtype(params)
+        parts: Sequence[torch.Tensor | Issued[torch.Tensor]]
+        if arrival.spreads:
+            parts = self._spread_zeros(groups)
+        else:
+            parts = [zeros.expand(self.topology.world // self.topology.pair, -1).contiguous() for zeros in map(_zeros, groups)]
+        for gather in [self._collectives.gather(part) for part in parts]:
+            gather.wait()
 
     # ---- copies that stand from one step to the next
 
@@ -210,8 +212,8 @@ class UnitLevels:
 
     def join_renewal(self, params: Sequence[ZeroParam]) -> None:
         """Take part in what `renew` does on the other ranks, with zeros."""
-        for group in _by_dtype(params):
-            self._collectives.spread(_zeros(group), self._quantizer(group)).wait()
+        for spread in self._spread_zeros(_by_dtype(params)):
+            spread.wait()
 
     def standing(self, versions: Mapping[Unit, int]) -> frozenset[Unit]:
         """The units whose copy is of their present values on all ranks; any other copy is forgotten. Collective. `versions`:
@@ -263,13 +265,16 @@ class UnitLevels:
 
     def _spread(self, unit: Unit, params: Sequence[ZeroParam], shard_of: ShardOf, version: int) -> _Copy:
         groups = _by_dtype(params)
-        sent: list[torch.Tensor | None] = []
-        parts: list[Issued[torch.Tensor]] = []
-        for group in groups:
-            chunk = self._own_chunk(group, shard_of)
-            sent.append(chunk)
-            parts.append(self._collectives.spread(chunk, self._quantizer(group), f"{unit}SPREAD"))
-        return _Copy(groups, parts, version, sent)
+        sent = [self._own_chunk(group, shard_of) for group in groups]  # which may fail, and then ahead of the hops
+        pairs = zip(groups, sent, strict=True)
+        parts = [self._collectives.spread(chunk, self._quantizer(group), f"{unit}SPREAD") for group, chunk in pairs]
+        return _Copy(groups, parts, version, list(sent))
+
+    def _spread_zeros(self, groups: Sequence[Sequence[ZeroParam]]) -> list[Issued[torch.Tensor]]:
+        zeros = map(_zeros, groups)
+        return [
+            self._collectives.spread(chunk, self._quantizer(group)) for group, chunk in zip(groups, list(zeros), strict=True)
+        ]
 
     def _own_chunk(self, group: Sequence[ZeroParam], shard_of: ShardOf) -> torch.Tensor:
         shards = [shard_of(param) for param in group]

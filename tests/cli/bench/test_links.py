@@ -13,6 +13,7 @@ import pytest
 from own_cache import own_cache
 from two_hosts import TwoHosts, launch
 
+from ds_vertical.cli.links.worker import has_own_link
 from ds_vertical.cli.main import main
 from ds_vertical.engine.machine_cache import kept_links, links_path
 
@@ -29,14 +30,17 @@ def test_ranks_of_one_host_have_links_of_their_own(
     links = report["links"]
     assert (len(report["hosts"]), report["ranks_per_host"], report["device"]) == (1, 4, "cpu")
     cores = {"core_s_per_byte", "one_level_core_s_per_byte", "round_core_s_per_element"}
-    near = {f"{link}_{what}" for link in ("pair", "local") for what in ("bytes_per_s", "latency_s")}
-    assert set(links) == {"pair_ranks", *near, *cores} and links["pair_ranks"] == 2  # there is no other host
+    pair = report["pair"]
+    assert set(pair) == {"pair_ranks", "pair_bytes_per_s", "pair_latency_s"} and pair["pair_ranks"] == 2
+    own = pair["pair_bytes_per_s"] >= 1.3 * links["local_bytes_per_s"]
+    assert set(links) == {"local_bytes_per_s", "local_latency_s", *cores, *(pair if own else ())}  # there is no other host
     for link in ("pair", "local"):
-        assert 1e7 < links[f"{link}_bytes_per_s"] < 1e11 and 0 < links[f"{link}_latency_s"] < 1
+        assert 1e7 < (links | pair)[f"{link}_bytes_per_s"] < 1e11 and 0 < (links | pair)[f"{link}_latency_s"] < 1
     assert 1e-11 < links["core_s_per_byte"] < 1e-7 and 1e-11 < links["one_level_core_s_per_byte"] < 1e-7
     assert 1e-11 < links["round_core_s_per_element"] < 1e-6
     shown = capfd.readouterr().out
     assert all(f"into a rank, from its {others}" in shown for others in ("pair's other", "host's others"))
+    assert ("a pair has no link of its own" in shown) is not own
     assert "into a host" not in shown and f"written: {out}" in shown
     assert f": {links_path(1, 4, 'cpu')}\n" in shown
     here = [platform.node()]
@@ -47,6 +51,13 @@ def test_ranks_of_one_host_have_links_of_their_own(
     for spoilt in ({"no such key": 1.0}, links | {"local_bytes_per_s": 0.0}):
         links_path(1, 4, "cpu").write_text(json.dumps(kept | {"links": spoilt}))
         assert kept_links(here, 4, "cpu") is None
+
+
+def test_a_pair_has_a_link_of_its_own_where_it_is_clearly_faster_than_its_host() -> None:
+    """Else plans and bounds would have a second link, beside the one that it is a part of."""
+    links = {"local_bytes_per_s": 1e9}
+    own = [has_own_link({"pair_bytes_per_s": rate}, links) for rate in (0.9e9, 1.2e9, 1.31e9, 4e9)]
+    assert own == [False, False, True, True] and not has_own_link({}, {})
 
 
 @pytest.mark.slow
@@ -61,7 +72,7 @@ def test_the_link_between_two_hosts_has_the_rate_of_the_interface(tmp_path: Path
     report = json.loads(run.stdout)
     assert (report["hosts"], report["ranks_per_host"]) == (["nodeA", "nodeB"], 2)
     assert 0.7 * 500e6 / 8 < report["links"]["cross_bytes_per_s"] < 1.02 * 500e6 / 8  # this machine may be busy
-    assert not any(name.startswith("pair") for name in report["links"]), "a pair of ranks is all of a host"
+    assert report["pair"] == {}, "a pair of ranks is all of a host"
     assert report["links"]["local_bytes_per_s"] > report["links"]["cross_bytes_per_s"] and "kept" not in report
 
 
