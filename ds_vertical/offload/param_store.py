@@ -84,7 +84,7 @@ class ParamStore:
         self._group, self._levels = settings.group, settings.levels
         self.copies = None if settings.levels is None else StandingCopies(self, settings.levels, self._landing)
         if settings.levels is not None and settings.levels.beside is not None:
-            settings.levels.beside.carry = self._landing.carry
+            settings.levels.beside.carry, self._landing.in_line = self._landing.carry, True
         self._in_flight = settings.group is not None and settings.device.type == "cpu"
         early = settings.overlap and (self._in_flight or self._landing.is_copy)
         self.gathers = GatherQueue(in_order=settings.group is not None, early=early)

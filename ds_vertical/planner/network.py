@@ -197,11 +197,12 @@ def rounds(network: Network) -> bool:
     return any(each is not None for each in (network.weight_bytes, *network.gradient_bytes))
 
 
-def sent_over_levels(elements: float, param_bytes: float, copy_ranks: int, rounded: float) -> float:
+def sent_over_levels(elements: float, param_bytes: float, copy_ranks: int, rounded: float, window: int) -> float:
     """Bytes of a device beside the host that a unit's weights take on their way over levels, besides the full parameters: the
-    part of a copy that `copy_ranks` share, and the chunks that are gathered of all parts. `rounded`: numbers of one parameter
-    that a rank rounds there, or reads, which takes three times their fp32 (`distributed.quantize`)."""
-    return elements * param_bytes * (1 + 1 / copy_ranks) + 3 * _FP32_BYTES * rounded
+    part of a copy that `copy_ranks` share, and the chunks that are gathered of all parts. Parts of `window` units more may be
+    there, by which the device is behind the host. `rounded`: numbers of one parameter that a rank rounds there, or reads,
+    which takes three times their fp32 (`distributed.quantize`)."""
+    return elements * param_bytes * (1 + (1 + window) / copy_ranks) + 3 * _FP32_BYTES * rounded
 
 
 def with_pairs(network: Network, machine: Machine) -> Network:

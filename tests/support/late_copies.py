@@ -16,6 +16,7 @@ from chunks import a_chunk, no_queue
 from ds_vertical.compat import pinned_memory
 from ds_vertical.compat.ops import load
 from ds_vertical.distributed.device_parts import DeviceParts
+from ds_vertical.distributed.levels import cut_into_chunks
 from ds_vertical.io.files import preallocate
 from ds_vertical.io.streams import CopyStream, EventWindow, IssuedCopies, OutgoingStream, record_event, recorder
 from ds_vertical.model.state.snapshot import SMALL_NUMEL, Snapshot
@@ -301,6 +302,37 @@ def shards_of_both_memories_are_joined_without_a_wait() -> None:
         joined = parts.joined([source, there, page_locked(5)])
         total = joined + 1
     assert not waits and total.tolist() == [2, 3, 8, 8, 8, 6]
+
+
+@case
+def sums_are_divided_by_257_ranks_as_on_the_processor() -> None:
+    """16 bits have no 257: bf16's neighbours are 256 and 258."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        sums = (torch.randn(4000, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
+        found = cut_into_chunks([sums.to(DEVICE)], range(257), 257).cpu()
+        assert torch.equal(found, cut_into_chunks([sums], range(257), 257))
+        assert not torch.equal(found, cut_into_chunks([sums], range(257), 256))
+
+
+@case
+def a_copy_that_follows_waits_for_what_was_computed_before() -> None:
+    lane = CopyStream(DEVICE)
+    with caught("a race: "):
+        made = torch.ones(3, device=DEVICE) + 1
+        lane.run(lambda: [made + 1])
+    torch.accelerator.synchronize()
+    with late_device.waits() as waits:
+        again = torch.ones(3, device=DEVICE) + 1
+        lane.follow()
+        found: list[torch.Tensor] = []
+
+        def issue() -> list[torch.Tensor]:
+            found.append(again + 1)
+            return found
+
+        lane.run(issue).land()
+        total = found[0].sum()
+    assert not waits and total.item() == 9
 
 
 @case

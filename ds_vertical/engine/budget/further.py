@@ -33,7 +33,7 @@ def level_items(layers: LayerMap, resolved: RunSettings, param_bytes: int) -> tu
     w, largest = levels.ranks_per_node, max(numels.values())
     sent = [BudgetItem(Tier.DEVICE, "gradients sent over levels", gradients := 2 * FP32_BYTES * largest, _LEVELS)]
     if not accelerator.is_one_memory():
-        weights = sent_over_levels(largest, param_bytes, w, _rounded(layers, levels))
+        weights = sent_over_levels(largest, param_bytes, w, _rounded(layers, levels), resolved.prefetch_layers)
         sent.append(BudgetItem(Tier.DEVICE, "weights sent over levels", max(0, math.ceil(weights) - gradients), _LEVELS))
     if resolved.acco is not None:
         return tuple(sent)
