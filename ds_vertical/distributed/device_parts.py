@@ -14,9 +14,9 @@ wait for each other crosswise where all ranks issue them in one order into one s
   what it has been given before. What is computed next comes behind them, and so do hops of what they bring.
 - A gather over one level, such as the self-check's in torch's order, is in the stream of the fetches. It waits there for what
   the stream that computes was given before, and the device computes nothing more until it is over.
-- A hop that fails while it is issued, for lack of memory say, leaves the other ranks in it. So it raises `levels.HopError`, with
-  which the run ends. What a unit's hops are of is made ahead of its first hop: that may fail, and the ranks leave the pass
-  together.
+- A hop that fails while it is issued, for lack of memory say, leaves the other ranks in it. So it raises `levels.HopError`,
+  with which the run ends. What a unit's hops are of is made ahead of its first hop: that may fail, and the ranks leave the
+  pass together.
 - A part of a copy that is kept in host memory leaves in a stream of its own, behind its first gather and beside what follows.
   It comes back in the stream of the fetches. Events order the two; the host waits for neither.
 - Memory for such parts is page-locked, and kept for the next part of its size. That one leaves behind what the stream that

@@ -1,5 +1,6 @@
-"""Which ranks make the nodes of a run, and what is refused; in which order a unit's collectives are issued. Training over levels
-is in test_levels_engine.py."""
+"""Which ranks make the nodes of a run, and what is refused; in which order a unit's collectives are issued.
+
+Training over levels is in test_levels_engine.py."""
 
 from __future__ import annotations
 

@@ -81,6 +81,20 @@ def use_engine(engine: Any, batches: harness.Batches, folder: Path) -> list[floa
     return [loss.item() for loss in losses]
 
 
+def fail_alone(engine: Any, batches: harness.Batches, _: Path) -> list[float]:
+    """A step whose forward fails on rank 0, which goes with the others to where they all raise; and a step."""
+    from ds_vertical.errors import OtherRankError
+
+    step: Any = batches[0]
+    error: type[Exception] = OtherRankError
+    if os.environ.get("RANK", "0") == "0":
+        [step] = token_batches(1, NUM_MICRO_BATCHES, rows=1, shortest=FAILS_FORWARD - NUM_MICRO_BATCHES + 1)
+        error = Failure
+    with pytest.raises(error):
+        engine.train_batch(iter(step))
+    return [engine.train_batch(iter(batches[1])).item()]
+
+
 def ask_to_stop(engine: Any, batches: harness.Batches, folder: Path) -> list[float]:
     """A step in which the process gets a signal: it is left behind the layer that computes, and a checkpoint is saved."""
 
@@ -286,6 +300,7 @@ ON_LEVELS = {
     "bf16, levels, parameters on the device": _levels("bf16", 1.0, params="none", optimizer="cpu"),
     "bf16, levels, late steps": _levels("bf16", 0.0, {"optimizer_delay": 0.5}),
     "bf16, levels, nothing beside anything": _levels("bf16", 1.0, {"overlap": False}),
+    "fp32, levels, rank 0 fails alone": replace(_levels("fp32", 1.0), between=fail_alone),
 }
 STANDS = [name for name in ON_LEVELS if "copies on the device" in name]
 ON_RANKS = {LISTENING: replace(_case("bf16", 1.0), listens=True), FLAT: _case("fp32", 1.0), **ON_LEVELS}
