@@ -444,8 +444,7 @@ class ParamUpdates:
 
 class Landing:
     """Brings the parameters of fetched units to the device. `most_behind`: see `ParamSettings`; `group`: of the ranks.
-    `wait_last`: waits for the last copies so far. `in_line`: a gather comes behind what the device was given before, such as a
-    collective over levels.
+    `wait_last`: waits for the last copies so far. `in_line`: a gather comes behind what the device was given before.
 
     `is_copy`: a lone rank beside a device, whose shards are the whole parameters. The host waits for no copy of them; the
     device does, ahead of their use. So a unit's copies may begin as soon as it is read, if the device's memory has room.
@@ -460,8 +459,7 @@ class Landing:
         self._group = group
         self._lane = streams.CopyStream(device)
         self._backlog = streams.EventWindow(streams.recorder(device), most_behind)
-        self.wait_last = nothing_to_wait_for
-        self.in_line = False
+        self.wait_last, self.in_line = nothing_to_wait_for, False
 
     def has_room(self, residents: Mapping[Unit, Resident]) -> bool:
         """Whether the device has room for one more layer beside those that it holds."""
@@ -474,13 +472,11 @@ class Landing:
     def bring(self, params: Sequence[nn.Parameter]) -> streams.IssuedCopies:
         """Assemble full parameters from shards that are in memory: whoever uses them has the copies land first."""
         issue = zero_params.copy_to_device if self.is_copy else partial(zero_params.gather, group=self._group)
-        if self.in_line:
-            self._lane.follow()
-        return self.carry(lambda: issue(params))
+        return self.carry(lambda: issue(params), self.in_line)
 
-    def carry(self, issue: Callable[[], Sequence[torch.Tensor]]) -> streams.IssuedCopies:
+    def carry(self, issue: Callable[[], Sequence[torch.Tensor]], follows: bool = False) -> streams.IssuedCopies:
         """As `CopyStream.run`, in the stream in which parameters come."""
-        self.wait_last = (copies := self._lane.run(issue)).wait
+        self.wait_last = (copies := self._lane.run(issue, follows)).wait
         return copies
 
     def wait_copies(self) -> None:

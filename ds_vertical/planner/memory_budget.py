@@ -312,9 +312,8 @@ def _levels(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     yield _item(place, f"{what} of the weights", copied / network.w, "vertical_schedule.levels.copy_share")
     gradients, largest = 2 * shape.gradient_bytes * max(shape.unit_gradients), max(shape.pre_elements, *shape.layer_elements)
     yield _item(Tier.DEVICE, "gradients sent over levels", gradients, _LEVELS)
-    rounded = rounds(network) * largest / network.w
-    weights = sent_over_levels(largest, shape.param_bytes, network.w, rounded, terms.window) - gradients
-    yield _item(Tier.DEVICE, "weights sent over levels", 0 if terms.one_memory else max(0, weights), _LEVELS)  # in turn
+    weights = sent_over_levels(largest, shape.param_bytes, network.w, rounds(network) * largest / network.w, terms.window)
+    yield _item(Tier.DEVICE, "weights sent over levels", 0 if terms.one_memory else max(0, weights - gradients), _LEVELS)
 
 
 def slot_bytes(shape: ModelShape, terms: BudgetTerms) -> float:
