@@ -192,7 +192,7 @@ class UnitLevels:
         groups = _by_dtype(params)
         parts: Sequence[torch.Tensor | Issued[torch.Tensor]]
         if arrival.spreads:
-            parts = self._spread_zeros(groups)
+            parts = self.join_renewal(params)
         else:
             parts = [zeros.expand(self.topology.world // self.topology.pair, -1).contiguous() for zeros in map(_zeros, groups)]
         for gather in [self._collectives.gather(part) for part in parts]:
@@ -210,10 +210,11 @@ class UnitLevels:
             copy.sent, copy.checksums = [None] * len(copy.sent), _checksums(copy.groups, self._shard_of)
         return copy.parts
 
-    def join_renewal(self, params: Sequence[ZeroParam]) -> None:
-        """Take part in what `renew` does on the other ranks, with zeros."""
-        for spread in self._spread_zeros(_by_dtype(params)):
-            spread.wait()
+    def join_renewal(self, params: Sequence[ZeroParam]) -> list[Issued[torch.Tensor]]:
+        """Take part in what `renew` does on the other ranks, with zeros; returns what is under way."""
+        groups = _by_dtype(params)
+        pairs = zip(groups, list(map(_zeros, groups)), strict=True)
+        return [self._collectives.spread(zeros, self._quantizer(group)) for group, zeros in pairs]
 
     def standing(self, versions: Mapping[Unit, int]) -> frozenset[Unit]:
         """The units whose copy is of their present values on all ranks; any other copy is forgotten. Collective. `versions`:
@@ -269,12 +270,6 @@ class UnitLevels:
         pairs = zip(groups, sent, strict=True)
         parts = [self._collectives.spread(chunk, self._quantizer(group), f"{unit}SPREAD") for group, chunk in pairs]
         return _Copy(groups, parts, version, list(sent))
-
-    def _spread_zeros(self, groups: Sequence[Sequence[ZeroParam]]) -> list[Issued[torch.Tensor]]:
-        zeros = map(_zeros, groups)
-        return [
-            self._collectives.spread(chunk, self._quantizer(group)) for group, chunk in zip(groups, list(zeros), strict=True)
-        ]
 
     def _own_chunk(self, group: Sequence[ZeroParam], shard_of: ShardOf) -> torch.Tensor:
         shards = [shard_of(param) for param in group]

@@ -334,7 +334,8 @@ class StandingCopies:
 
     def join(self, unit: Unit) -> None:
         """Take part in what `renew` does on the other ranks."""
-        self._levels.join_renewal(self._partitioned(unit))
+        for spread in self._levels.join_renewal(self._partitioned(unit)):
+            spread.wait()
 
     def _partitioned(self, unit: Unit) -> list[nn.Parameter]:
         return [param for param in self._store.units[unit] if self._levels.sends(param)]
