@@ -2,8 +2,8 @@
 
     python benchmarks/plans.py [--only TEXT] [--json FILE]
 
-Without --only it writes benchmarks/plans/<date>.json, if --json names no other file. It takes some minutes, and measures
-nothing.
+Without --only it writes benchmarks/plans/<date>.json, if --json names no other file. It takes some minutes (the rows of
+`--only frontier_node` one), and measures nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ ROWS = (
         f"--model gpt_20b --tokens-per-step {262144 * nodes} --machine frontier_node --num-ranks 8 --nodes {nodes}{levels}"
         for nodes in (1, 2, 8, 48)
         for levels in (("", " --assume-levels") if nodes > 1 else ("",))
+    ),
+    *(
+        f"--model gpt_20b --tokens-per-step {16384 * nodes} --machine frontier_node --num-ranks 8 --nodes {nodes}"
+        " --assume-levels"
+        for nodes in (2, 8, 48)
     ),
 )
 KEYS = ("step_s", "flops_per_s", "bound_s", "resource", "busy_s", "stock", "setting", "ssd_bytes", "others", "into_node_bytes")

@@ -9,6 +9,9 @@ use, and raises its error where the others raise that there was one. That takes 
 Behind its NORM a rank may fail, too: its disk refuses what the optimizer's step writes. So the ranks ask each other once more
 at the end of the pass. Else the others would return from a step that this rank raised from. The only collectives there are
 those that make copies for the next step; the rank takes part in these in the same way.
+
+An error with a true `ends_run` is of a collective that the others are in: the rank takes part in none any more. It raises at
+once, and tells the failure watch, which ends the others.
 """
 
 from __future__ import annotations
@@ -108,7 +111,7 @@ class CollectiveReplay:
         """After `error` go with the others to where they next ask each other. What fails there is noted; it is raised only
         where `error` asks for the pass to start over, which no rank does alone, nor for a reason of its own where all have
         another one."""
-        if self._over:
+        if self._over or getattr(error, "ends_run", False):
             return
         try:
             if self._decided:

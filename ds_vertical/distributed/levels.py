@@ -4,8 +4,10 @@
 level has a process group per direction. On the CPU each such group has a thread: a lane. A lane takes its hops first in, first
 out. A collective of several hops goes from lane to lane. All ranks issue collectives in the order of one schedule, so the order
 in each lane is the same on all ranks, whatever the other lanes do. A rank whose hop has failed issues none behind it any more:
-its hops would meet other ones of the other ranks. Every later collective of that direction raises that hop's error. On a GPU
-the calling thread issues all hops at once.
+its hops would meet other ones of the other ranks. Every later collective of that direction raises that hop's error. Beside a
+device the calling thread issues all hops at once, in the stream that computes: see `device_parts`, [Note: levels beside a
+device]. A collective is over there when it is issued, and its result for what the same stream is given next. A hop that fails
+there raises HopError from the call that issues it, and so does every later call, in both directions.
 
 [Note: trees] A sum goes to its owner hop by hop: all-to-all of the ranks' terms, then their addition in fp32, in ascending
 order of ranks. The sum is rounded to the dtype of communication at the end of each hop. The first hop is over w ranks, then
@@ -48,6 +50,13 @@ _PIECE_NUMEL: Final = 1 << 17  # of a sum: what is added in fp32 at a time
 _ALL_GATHER: Final = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 
 _RESOURCES: Final = {Level.PAIR: "net_local", Level.NODE: "net_local", Level.WORLD: "net_cross"}  # of traces
+
+
+class HopError(RuntimeError):
+    """A hop has failed beside a device, where a rank issues all hops in one line. The other ranks wait in it for this one, and
+    none can go on: a rank that raises this takes part in nothing more, and the failure watch ends the others."""
+
+    ends_run = True
 
 
 class _Received(threading.local):
@@ -110,7 +119,10 @@ class LevelCollectives:
         if topology.world != ranks.world_size():
             raise ValueError(f"{topology} is none of {ranks.world_size()} ranks")
         self.topology = topology
-        self._weights, self._gradients = (_Direction(name, topology) for name in ("weights", "gradients"))
+        threaded, failed = accelerator.device_name() == "cpu", list[BaseException]()
+        self._weights, self._gradients = (
+            _Direction(name, topology, [] if threaded else failed, threaded) for name in ("weights", "gradients")
+        )
         order = topology.order
         self._by_rank = sorted(range(len(order)), key=order.__getitem__)
 
@@ -199,14 +211,15 @@ def _mesh(purpose: str, topology: Topology) -> DeviceMesh | None:
 
 
 class _Direction:
-    """The lanes and the mesh of the weights, or of the gradients; see [Note: lanes]. `mesh`: see `_mesh`."""
+    """The lanes and the mesh of the weights, or of the gradients; see [Note: lanes]. `mesh`: see `_mesh`. `failed`: takes what
+    a hop fails with; behind that none is issued. `threaded`: hops have threads of their own."""
 
-    def __init__(self, name: str, topology: Topology) -> None:
+    def __init__(self, name: str, topology: Topology, failed: list[BaseException], threaded: bool) -> None:
         self.mesh = _mesh(name, topology)
-        threaded = accelerator.device_name() == "cpu"
+        self._threaded = threaded
         self._lanes = {level: _Lane(f"ds_vertical {name} {level.value}", threaded) for level in Level}
         self.tracer = Tracer()
-        self._error: BaseException | None = None
+        self._failed = failed
 
     def hops(self, levels: Sequence[Level], hop: Callable[[ProcessGroup, list[torch.Tensor]], torch.Tensor]) -> _Hops:
         """`hop` over each level that has several ranks; over none, what is given stays as it is."""
@@ -221,9 +234,13 @@ class _Direction:
     def issue(
         self, given: torch.Tensor | Issued[torch.Tensor], hops: _Hops, form: Callable[[torch.Tensor], T], what: str
     ) -> Issued[T]:
-        """Send what is given through the hops."""
+        """Send what is given through the hops. Without threads it raises HopError where one has failed, now or before."""
         issued = Issued(form, what)
         self._enter(issued, given.wait if isinstance(given, Issued) else [given].pop, hops)
+        if not self._threaded and (error := issued.error) is not None:
+            if not isinstance(error, Exception):
+                raise error  # an interrupt of this thread
+            raise HopError(f"a collective over levels has failed on this rank, which ends the run: {what}: {error}") from error
         return issued
 
     def _enter(self, issued: Issued[T], take: Callable[[], torch.Tensor], hops: _Hops) -> None:
@@ -232,8 +249,8 @@ class _Direction:
 
         def job() -> None:
             try:
-                if self._error is not None:
-                    raise self._error
+                if self._failed:
+                    raise self._failed[0]
                 held = [take()]
                 start = now()
                 with torch.no_grad():  # a thread has a mode of its own
@@ -245,7 +262,7 @@ class _Direction:
                 else:
                     issued.end(moved)
             except BaseException as error:
-                self._error = self._error or error
+                self._failed.append(error)
                 issued.fail(error)
 
         self._lanes[level].put(job)
@@ -361,13 +378,15 @@ def clear_padding(share: torch.Tensor, numels: Sequence[int], rank: int, count: 
 def cut_into_chunks(tensors: Sequence[torch.Tensor], order: Sequence[int], divisor: int = 1) -> torch.Tensor:
     """Flat tensors, divided, as DeepSpeed partitions them over the ranks: (W, S), a row for each rank of `order`. A row has the
     rank's shard of each tensor, one behind the other. Each tensor is padded with zeros to a multiple of W."""
-    sizes = shard_sizes([each.numel() for each in tensors], len(order))
-    rows = tensors[0].new_empty(len(order), sum(sizes))
+    sizes, first = shard_sizes([each.numel() for each in tensors], len(order)), tensors[0]
+    rows, divided_by = first.new_empty(len(order), sum(sizes)), divisor
+    if first.device.type != "cpu":  # by a number GPUs multiply; in fp32, as 16 bits have no 257
+        divided_by = torch.full((1,), divisor, dtype=torch.float32, device=first.device)
     for row, rank in zip(rows, order, strict=True):
         for each, size, place in zip(tensors, sizes, row.split(sizes), strict=True):
             piece = each[rank * size : (rank + 1) * size]
             own, padding = place.split([piece.numel(), size - piece.numel()])
-            torch.div(piece, divisor, out=own) if divisor != 1 else own.copy_(piece)
+            own.copy_(piece) if divisor == 1 else torch.div(piece, divided_by, out=own)
             padding.zero_()
     return rows
 

@@ -112,12 +112,15 @@ def all_or_none(what: str, then: Callable[[], None] = lambda: None, num_said: in
     block itself must have no collective that another rank's error would leave alone. `then`, which may be collective, follows
     on all ranks either way; not after an interrupt, or where the ranks do not hear each other any more. Where all errors have a
     true `starts_over`, every rank raises such a one: all do once more what the block ends. One with a true `is_everyones` is
-    raised by every rank, whatever its own is. `num_said`: of the numbers that the ranks tell each other beside that."""
+    raised by every rank, whatever its own is. One with a true `ends_run` is raised at once: the others wait elsewhere for this
+    rank. `num_said`: of the numbers that the ranks tell each other beside that."""
     error: Exception | None = None
     said = Said([0] * num_said)
     try:
         yield said
     except Exception as raised:
+        if getattr(raised, "ends_run", False):
+            raise
         error = raised
     if not _none_has_failed(error is None, said):
         again = error if getattr(error, "starts_over", False) else None

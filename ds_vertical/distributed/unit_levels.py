@@ -1,13 +1,14 @@
 """Units over two levels: their parameters, of which each node keeps a copy, and the reduction of their gradients.
 
 A unit is sent as DeepSpeed has cut its parameters: a rank's chunk of the unit is the rank's shards, one behind the other.
-Parameters of different dtypes go apart. See `schedule.levels`, [Note: levels], for what is sent when.
+Parameters of different dtypes go apart. See `schedule.levels`, [Note: levels], for what is sent when, and `device_parts`,
+[Note: levels beside a device], for what is different there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,11 +16,14 @@ from ds_vertical.compat import accelerator, zero_params
 from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
+from ds_vertical.distributed.device_parts import DeviceParts, RestingPart
 from ds_vertical.distributed.levels import Issued, LevelCollectives, clear_padding, cut_into_chunks, joined_chunks
 from ds_vertical.distributed.quantize import Quantizer
 from ds_vertical.distributed.topology import PAIR_KEY, Topology, topology_of
 from ds_vertical.errors import ConfigError
+from ds_vertical.io.checksums import checksum
 from ds_vertical.io.runs.this_host import host_id
+from ds_vertical.io.streams import works_beside_host
 from ds_vertical.schedule.levels import Arrival
 from ds_vertical.schedule.trace import Tracer
 from ds_vertical.types import LevelSettings, RunSettings, Unit
@@ -57,15 +61,10 @@ def topology_on(hosts: Sequence[str], settings: LevelSettings) -> Topology:
 
 
 def refuse_levels(settings: RunSettings) -> None:
-    """Raise ConfigError, on all ranks alike, where the section asks for levels that the ranks or the device do not have.
-    Collective where it asks for any."""
+    """Raise ConfigError, on all ranks alike, where the section asks for levels that the ranks do not have. Collective where it
+    asks for any."""
     if not (settings.enabled and settings.levels.are_on):
         return
-    if accelerator.device_name() != "cpu":
-        raise ConfigError(
-            f"{PAIR_KEY}: got {settings.levels.ranks_per_node} on {accelerator.device_name()}; vertical_schedule has levels on"
-            " the CPU alone so far; write 1 or remove it"
-        )
     ranks.start_distributed()
     topology_for(settings.levels)
 
@@ -87,27 +86,49 @@ ShardOf = Callable[[ZeroParam], torch.Tensor]
 @dataclass(eq=False)
 class _Copy:
     """This rank's part of its node's copy of a unit: per dtype the parameters, and what brings the part. `version`: of the
-    unit's files when they were read. `sent`: per dtype this rank's own chunk, until the part is there."""
+    unit's files when they were read. `sent`: per dtype this rank's own chunk, until the part is there. Beside a device
+    `resting` has the parts that are kept in host memory, in place of `parts`, and `checksums` those of shards in memory."""
 
     groups: list[list[ZeroParam]]
     parts: list[Issued[torch.Tensor]]
     version: int
     sent: list[torch.Tensor | None]
+    resting: list[RestingPart] = field(default_factory=list)
+    checksums: list[int] | None = None
 
     def forget_sent(self) -> None:
         """What has arrived says itself what was sent."""
         self.sent = [None if part.is_over else sent for part, sent in zip(self.parts, self.sent, strict=True)]
 
+    def given(self, rest: DeviceParts | None) -> Sequence[torch.Tensor | Issued[torch.Tensor]]:
+        """What is gathered of the copy; what waits in host memory begins to come back."""
+        return self.parts if rest is None or not self.resting else [rest.back(part) for part in self.resting]
+
+    def leave(self, rest: DeviceParts | None) -> None:
+        """Let the parts wait in host memory; without `rest` they wait where they are."""
+        if rest is not None:
+            self.resting += [rest.put(part.wait()) for part in self.parts]
+            self.parts = []
+
+    def give_up(self, rest: DeviceParts | None) -> None:
+        """Nobody asks for the copy any more."""
+        while rest is not None and self.resting:
+            rest.give_up(self.resting.pop())
+
 
 class UnitLevels:
     """Gathers units, and keeps this rank's parts of the node's copies. `topology`: of the ranks. `tracer`: takes all hops,
     those of reductions, too. `shard_of`: this rank's shard of a parameter, of the values that the copies have. `sends`:
-    whether a copy that is made again has a parameter; one that is full stays on the device."""
+    whether a copy that is made again has a parameter; one that is full stays on the device. `beside`: what brings shards to a
+    device beside the host; None: there is none."""
 
     def __init__(self, settings: LevelSettings, tracer: Tracer, shard_of: ShardOf = zero_params.shard) -> None:
         self.topology, self._collectives = _open(settings)
         self._collectives.trace(tracer)
-        if settings.quantized_weights or settings.quantized_gradients:
+        device = torch.device(accelerator.device_name())
+        self.beside = DeviceParts(device) if works_beside_host(device) else None
+        self._rest = None if settings.copy_on_device else self.beside  # where parts wait for the next fetch
+        if self.beside is None and (settings.quantized_weights or settings.quantized_gradients):
             load.block_quantizer()  # compiled here, and not on a hop's thread in mid-step
         self._settings = settings
         self._shard_of = shard_of
@@ -116,10 +137,8 @@ class UnitLevels:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory in the copies."""
-        groups = [group for copy in self._copies.values() for group in copy.groups]
-        num_chunks = self.topology.world // self.topology.pair
-        return num_chunks * sum(zero_params.shard_bytes(param) for group in groups for param in group)
+        """Bytes in the copies: of host memory, or of the device's where they stand there."""
+        return sum(_part_bytes(group, self.topology) for copy in self._copies.values() for group in copy.groups)
 
     def check_copy(self, unit: Unit, version: int) -> None:
         """Raise RuntimeError where there is no copy of the unit's present values. All ranks do, or none."""
@@ -135,16 +154,20 @@ class UnitLevels:
         """Start to assemble full parameters, out of the shards in memory or out of the node's copy. Returns those that will be
         full, and what waits for that. `version`: of the unit's files."""
         if arrival.spreads:
+            if arrival.keeps and self._rest is not None:  # which may fail, and then ahead of the hops
+                self._rest.make_room([_part_bytes(group, self.topology) for group in _by_dtype(params)])
             copy, what = self._spread(unit, params, self._shard_of, version), f"{unit}SPREAD"
             copy.sent = [None] * len(copy.sent)
         else:
             copy, what = self._copies[unit], f"{unit}FETCH"
-        pairs = zip(copy.groups, copy.parts, strict=True)
+        pairs = zip(copy.groups, copy.given(self._rest), strict=True)
         under_way = [(group, self._collectives.gather(part, what=what)) for group, part in pairs]
         if arrival.keeps:
             self._copies[unit] = copy
+            copy.leave(self._rest)
         else:
             self._copies.pop(unit, None)
+            copy.give_up(self._rest)
         wanted = {id(param) for param in params}
         gathered = [param for group in copy.groups for param in group if id(param) in wanted]
         zero_params.expect(gathered)
@@ -164,14 +187,16 @@ class UnitLevels:
         return gathered, wait
 
     def join(self, params: Sequence[ZeroParam], arrival: Arrival) -> None:
-        """Take part in what `start` does on the other ranks, with zeros: this rank's part of the pass has failed."""
-        for group in _by_dtype(params):
-            zeros = torch.zeros(sum(map(zero_params.shard_numel, group)), dtype=zero_params.shard_dtype(group[0]))
-            if arrival.spreads:
-                part = self._collectives.spread(zeros, self._quantizer(group)).wait()
-            else:
-                part = zeros.expand(self.topology.world // self.topology.pair, -1).contiguous()
-            self._collectives.gather(part).wait()
+        """Take part in what `start` does on the other ranks, with zeros: this rank's part of the pass has failed. In its order:
+        all spreads first."""
+        groups = _by_dtype(params)
+        parts: Sequence[torch.Tensor | Issued[torch.Tensor]]
+        if arrival.spreads:
+            parts = self.join_renewal(params)
+        else:
+            parts = [zeros.expand(self.topology.world // self.topology.pair, -1).contiguous() for zeros in map(_zeros, groups)]
+        for gather in [self._collectives.gather(part) for part in parts]:
+            gather.wait()
 
     # ---- copies that stand from one step to the next
 
@@ -181,13 +206,15 @@ class UnitLevels:
         for copy in self._copies.values():
             copy.forget_sent()
         self._copies[unit] = copy = self._spread(unit, params, shard_of, version)
+        if self.beside is not None:
+            copy.sent, copy.checksums = [None] * len(copy.sent), _checksums(copy.groups, self._shard_of)
         return copy.parts
 
-    def join_renewal(self, params: Sequence[ZeroParam]) -> None:
-        """Take part in what `renew` does on the other ranks, with zeros."""
-        for group in _by_dtype(params):
-            zeros = torch.zeros(sum(map(zero_params.shard_numel, group)), dtype=zero_params.shard_dtype(group[0]))
-            self._collectives.spread(zeros, self._quantizer(group)).wait()
+    def join_renewal(self, params: Sequence[ZeroParam]) -> list[Issued[torch.Tensor]]:
+        """Take part in what `renew` does on the other ranks, with zeros; returns what is under way."""
+        groups = _by_dtype(params)
+        pairs = zip(groups, list(map(_zeros, groups)), strict=True)
+        return [self._collectives.spread(zeros, self._quantizer(group)) for group, zeros in pairs]
 
     def standing(self, versions: Mapping[Unit, int]) -> frozenset[Unit]:
         """The units whose copy is of their present values on all ranks; any other copy is forgotten. Collective. `versions`:
@@ -205,6 +232,8 @@ class UnitLevels:
 
     def _is_current(self, copy: _Copy) -> bool:
         """Whether what rests in memory is what this rank has sent. The values of files have versions."""
+        if self.beside is not None:
+            return copy.checksums == _checksums(copy.groups, self._shard_of)
         copy.forget_sent()
         place = self.topology.copy_order(ranks.rank()).index(ranks.rank())
         for group, part, sent in zip(copy.groups, copy.parts, copy.sent, strict=True):
@@ -230,22 +259,21 @@ class UnitLevels:
 
     def drop_all(self) -> None:
         """Forget the copies: the pass that has kept them was cut."""
-        self._copies.clear()
+        while self._copies:
+            self._copies.popitem()[1].give_up(self._rest)
 
     # ---- details
 
     def _spread(self, unit: Unit, params: Sequence[ZeroParam], shard_of: ShardOf, version: int) -> _Copy:
         groups = _by_dtype(params)
-        sent: list[torch.Tensor | None] = []
-        parts: list[Issued[torch.Tensor]] = []
-        for group in groups:
-            chunk = self._own_chunk(group, shard_of)
-            sent.append(chunk)
-            parts.append(self._collectives.spread(chunk, self._quantizer(group), f"{unit}SPREAD"))
-        return _Copy(groups, parts, version, sent)
+        sent = [self._own_chunk(group, shard_of) for group in groups]  # which may fail, and then ahead of the hops
+        pairs = zip(groups, sent, strict=True)
+        parts = [self._collectives.spread(chunk, self._quantizer(group), f"{unit}SPREAD") for group, chunk in pairs]
+        return _Copy(groups, parts, version, list(sent))
 
     def _own_chunk(self, group: Sequence[ZeroParam], shard_of: ShardOf) -> torch.Tensor:
-        chunk = torch.cat([shard_of(param) for param in group])
+        shards = [shard_of(param) for param in group]
+        chunk = torch.cat(shards) if self.beside is None else self.beside.joined(shards)
         clear_padding(chunk, [zero_params.full_numel(param) for param in group], ranks.rank(), self.topology.world)
         return chunk
 
@@ -253,6 +281,24 @@ class UnitLevels:
         if not self._settings.quantized_weights:
             return None
         return Quantizer(_WEIGHT_BITS, self._settings.block, tuple(map(zero_params.shard_numel, group)))
+
+
+def _part_bytes(group: Sequence[ZeroParam], topology: Topology) -> int:
+    """Of a rank's part of a copy: shards of one dtype of W/w ranks."""
+    size = zero_params.shard_dtype(group[0]).itemsize
+    return topology.world // topology.pair * size * sum(map(zero_params.shard_numel, group))
+
+
+def _checksums(groups: Sequence[Sequence[ZeroParam]], shard_of: ShardOf) -> list[int]:
+    """Of this rank's shards that rest in memory. For one in a device's memory the host waits."""
+    members = (param for group in groups for param in group if not zero_params.is_on_ssd(param))
+    return [checksum(shard_of(param).cpu().contiguous().view(torch.uint8).numpy()) for param in members]
+
+
+def _zeros(group: Sequence[ZeroParam]) -> torch.Tensor:
+    """In place of a rank's own chunk."""
+    numel, device = sum(map(zero_params.shard_numel, group)), accelerator.device_name()
+    return torch.zeros(numel, dtype=zero_params.shard_dtype(group[0]), device=device)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -221,7 +221,8 @@ class ScheduleRunner:
     def _tell(self, parts: PassParts, error: Exception) -> None:
         """Tell the other ranks of this rank's own error, by what is to be raised for it. Raises that where it is another
         one."""
-        explained = error if parts.state is None else parts.state.explained(error)
+        state = None if getattr(error, "ends_run", False) else parts.state
+        explained = error if state is None else state.explained(error)
         if parts.replay is not None:
             parts.replay.accompany(parts.schedule, self.overlap, explained)
         if explained is not error:

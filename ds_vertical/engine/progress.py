@@ -146,7 +146,7 @@ class Goals:
 
     def __init__(self, engine: Any, report: Mapping[str, Any], tokens: int) -> None:
         self._facts = facts_of(engine, tokens)
-        self._machine, self._with_links = with_links(Machine.from_dict(report), self._facts, engine.host_names)
+        self._machine, self._with_links = with_known_links(Machine.from_dict(report), self._facts, engine.host_names)
         self._facts = self._facts.on(self._machine)
         if self._machine.one_memory != self._facts.one_memory:
             raise CostsError("the machine was measured with another accelerator; run `ds-vertical limits` again")
@@ -170,7 +170,7 @@ class Goals:
         return self._known[key]
 
 
-def with_links(machine: Machine, facts: RunInfo, hosts: Sequence[str]) -> tuple[Machine, bool]:
+def with_known_links(machine: Machine, facts: RunInfo, hosts: Sequence[str]) -> tuple[Machine, bool]:
     """The machine with the links between a run's ranks, where these are known: as the machine says, or else as `limits --links`
     has kept them of as many ranks on these hosts. And whether they are known."""
     network = facts.network

@@ -192,9 +192,16 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = new_stream(device)
 
-    def run(self, issue: Callable[[], Sequence[torch.Tensor]]) -> IssuedCopies:
+    def follow(self) -> None:
+        """Have what is issued next come behind what the device's current stream has been given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(current_stream(self._stream.device))
+
+    def run(self, issue: Callable[[], Sequence[torch.Tensor]], follows: bool = False) -> IssuedCopies:
         """Call `issue`, which issues copies and returns the device tensors that it makes, on the stream. Neither the host nor
-        the device's current stream waits for them: see `IssuedCopies`."""
+        the device's current stream waits for them: see `IssuedCopies`. `follows`: see `follow`."""
+        if follows:
+            self.follow()
         if self._stream is None:
             issue()
             return IssuedCopies()

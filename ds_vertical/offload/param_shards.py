@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -126,9 +127,7 @@ class ShardFiles:
         self.versions: Counter[Unit] = Counter()
         self.checksums = checksums
         self._num_moves = 0
-        self._unused: list[
-            Path
-        ] = []  # files aside that hold no current values any more; a checkpoint may be reading them until the next one
+        self._unused: list[Path] = []  # files aside without current values; a checkpoint may read them until the next one
 
     @property
     def sizes(self) -> dict[Unit, int]:
@@ -445,6 +444,7 @@ class ParamUpdates:
 
 class Landing:
     """Brings the parameters of fetched units to the device. `most_behind`: see `ParamSettings`; `group`: of the ranks.
+    `wait_last`: waits for the last copies so far. `in_line`: a gather comes behind what the device was given before.
 
     `is_copy`: a lone rank beside a device, whose shards are the whole parameters. The host waits for no copy of them; the
     device does, ahead of their use. So a unit's copies may begin as soon as it is read, if the device's memory has room.
@@ -459,7 +459,7 @@ class Landing:
         self._group = group
         self._lane = streams.CopyStream(device)
         self._backlog = streams.EventWindow(streams.recorder(device), most_behind)
-        self._wait_last = nothing_to_wait_for
+        self.wait_last, self.in_line = nothing_to_wait_for, False
 
     def has_room(self, residents: Mapping[Unit, Resident]) -> bool:
         """Whether the device has room for one more layer beside those that it holds."""
@@ -471,26 +471,29 @@ class Landing:
 
     def bring(self, params: Sequence[nn.Parameter]) -> streams.IssuedCopies:
         """Assemble full parameters from shards that are in memory: whoever uses them has the copies land first."""
-        copies = self._lane.run(
-            lambda: zero_params.copy_to_device(params) if self.is_copy else zero_params.gather(params, self._group)
-        )
-        self._wait_last = copies.wait
+        issue = zero_params.copy_to_device if self.is_copy else partial(zero_params.gather, group=self._group)
+        return self.carry(lambda: issue(params), self.in_line)
+
+    def carry(self, issue: Callable[[], Sequence[torch.Tensor]], follows: bool = False) -> streams.IssuedCopies:
+        """As `CopyStream.run`, in the stream in which parameters come."""
+        self.wait_last = (copies := self._lane.run(issue, follows)).wait
         return copies
+
+    def wait_copies(self) -> None:
+        """Return once all copies so far are complete."""
+        self.wait_last()
+        self.wait_last = nothing_to_wait_for
 
     def release(self, residents: Mapping[Unit, Resident]) -> None:
         """The host has released a unit that the device still computes with; `residents`: the others."""
         self._backlog.mark()
         if not residents:
-            self._wait_copies()
+            self.wait_copies()
 
     def clear(self) -> None:
         """Forget what has been released, after an error: the device has been waited for, or has failed."""
-        self._wait_copies()
+        self.wait_copies()
         self._backlog.clear()
-
-    def _wait_copies(self) -> None:
-        self._wait_last()
-        self._wait_last = nothing_to_wait_for
 
 
 def _num_landed(residents: Mapping[Unit, Resident]) -> int:

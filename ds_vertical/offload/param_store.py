@@ -82,7 +82,9 @@ class ParamStore:
             self.updates.recall = self._in_memory
         self.host_bytes, self.reads = self.buffers.num_bytes, self.buffers.reads
         self._group, self._levels = settings.group, settings.levels
-        self.copies = None if settings.levels is None else StandingCopies(self, settings.levels)
+        self.copies = None if settings.levels is None else StandingCopies(self, settings.levels, self._landing)
+        if settings.levels is not None and settings.levels.beside is not None:
+            settings.levels.beside.carry, self._landing.in_line = self._landing.carry, True
         self._in_flight = settings.group is not None and settings.device.type == "cpu"
         early = settings.overlap and (self._in_flight or self._landing.is_copy)
         self.gathers = GatherQueue(in_order=settings.group is not None, early=early)
@@ -192,6 +194,8 @@ class ParamStore:
         if self._levels is not None and (arrival.spreads or arrival.from_copy):
             version = self.files.versions[unit]
             resident.gathered, wait = self._levels.start(unit, resident.partitioned, arrival, version)
+            if resident.buffer is not None:
+                resident.buffer.wait_copies = self._landing.wait_last
             return wait
         if self._in_flight:  # what was partitioned at the fetch, on all ranks alike
             resident.gathered = list(resident.partitioned)
@@ -264,6 +268,8 @@ class ParamStore:
         self.release_all()
         self.buffers.withdraw()
         self._closed = True
+        if self._levels is not None and self._levels.beside is not None:
+            self._levels.beside.close()
         if self.reads is not None:
             self.reads.close()
         self.writer.close()  # completes what it is writing from the buffers
@@ -274,11 +280,13 @@ class StandingCopies:
     """Makes the node's copies of a store's units that are not fetched: see `schedule.levels`, [Note: standing copies].
 
     A rank's shards come out of the buffer of their step, or are read. Once the spread has been issued nothing needs them.
+    Beside a device the host waits then for the copies that take them there: other code may write them between two passes.
     """
 
-    def __init__(self, store: ParamStore, levels: UnitLevels) -> None:
+    def __init__(self, store: ParamStore, levels: UnitLevels, landing: param_shards.Landing) -> None:
         self._store = store
         self._levels = levels
+        self._landing = landing
         self._issued: list[UnitGather] = []
 
     def stands(self, unit: Unit) -> bool:
@@ -326,7 +334,8 @@ class StandingCopies:
 
     def join(self, unit: Unit) -> None:
         """Take part in what `renew` does on the other ranks."""
-        self._levels.join_renewal(self._partitioned(unit))
+        for spread in self._levels.join_renewal(self._partitioned(unit)):
+            spread.wait()
 
     def _partitioned(self, unit: Unit) -> list[nn.Parameter]:
         return [param for param in self._store.units[unit] if self._levels.sends(param)]
@@ -353,6 +362,7 @@ class StandingCopies:
             return zero_params.shard(param) if found is None else found
 
         parts = self._levels.renew(unit, self._partitioned(unit), shard_of, store.files.versions[unit])
+        self._landing.wait_copies()
         self._give_back(unit)
         return parts
 

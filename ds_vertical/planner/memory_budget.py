@@ -38,6 +38,7 @@ from typing import Final
 
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.planner.model_shape import ModelShape, ModelSpec, SmallTensors, state_elements, state_file_bytes, suf_files
+from ds_vertical.planner.network import rounds, sent_over_levels
 from ds_vertical.schedule.events import LEAD, MAX_STEPS
 from ds_vertical.types import NORM_COPIED, NORM_ELEMENTS, PRE, SUF, TensorKind, Tier, TierBytes, Unit
 
@@ -58,6 +59,7 @@ BACKWARD: Final = "one layer's backward"
 NORM: Final = "norm of a gradient"
 LEAVING: Final = "gradients on their way"
 _KEEP: Final = "vertical_schedule.activations.keep"
+_LEVELS: Final = "zero_optimization.zero_hpz_partition_size"
 _IN_FLIGHT: Final = f"(up to {SLOTS} pieces; one without overlap)"
 _KNOBS: Final = (
     # field of BudgetTerms, JSON path, least value
@@ -298,21 +300,20 @@ def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     kept = terms.one_memory * (shape.freed.most if terms.keeps_freed else shape.freed.of_layers)  # for pieces of other sizes
     yield _item(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu")
     yield from _kept(shape, terms, Tier.HOST)
-    yield from _levels(shape)
+    yield from _levels(shape, terms)
 
 
-def _levels(shape: ModelShape) -> Iterator[BudgetItem]:
-    """With collectives over two levels: this rank's parts of the copies that the node keeps, and what a reduction sends and
-    receives beside its sums."""
-    network = shape.network
-    if network is None or not network.levels:
+def _levels(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
+    """With collectives over two levels: this rank's parts of the copies that the node keeps, and what is sent at a time."""
+    if (network := shape.network) is None or not network.levels:
         return
-    copied = shape.num_elements if network.stands else sum(shape.layer_elements)
-    kept = network.copy_share * copied * shape.param_bytes / network.w
     place, what = (Tier.DEVICE, "standing copies") if network.stands else (Tier.HOST, "copies")
-    sent = 2 * max(shape.unit_gradients) * shape.gradient_bytes
-    yield _item(place, f"{what} of the weights", kept, "vertical_schedule.levels.copy_share")
-    yield _item(Tier.HOST, "gradients sent over levels", sent, "zero_optimization.zero_hpz_partition_size")
+    copied = network.copy_share * (shape.num_elements if network.stands else sum(shape.layer_elements)) * shape.param_bytes
+    yield _item(place, f"{what} of the weights", copied / network.w, "vertical_schedule.levels.copy_share")
+    gradients, largest = 2 * shape.gradient_bytes * max(shape.unit_gradients), max(shape.pre_elements, *shape.layer_elements)
+    yield _item(Tier.DEVICE, "gradients sent over levels", gradients, _LEVELS)
+    weights = sent_over_levels(largest, shape.param_bytes, network.w, rounds(network) * largest / network.w, terms.window)
+    yield _item(Tier.DEVICE, "weights sent over levels", 0 if terms.one_memory else max(0, weights - gradients), _LEVELS)
 
 
 def slot_bytes(shape: ModelShape, terms: BudgetTerms) -> float:

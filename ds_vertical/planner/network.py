@@ -46,6 +46,7 @@ LINKS: Final[dict[NetLane, str]] = {
     "net_cross": "links between nodes",
 }
 COPY_SHARES: Final = (1.0, 0.75, 0.5, 0.25, 0.0)  # that a search tries
+_FP32_BYTES: Final = 4
 _SCALE_BYTES: Final = 4 / 256  # of an element: a block's scale, as the section has blocks by default
 INT8_BYTES: Final = 1 + _SCALE_BYTES  # of a weight, with `zero_quantized_weights`
 INT4_BYTES: Final = 0.5 + _SCALE_BYTES  # of a gradient across nodes, with `zero_quantized_gradients`
@@ -189,6 +190,19 @@ class Network:
         lane = "net_local" if near < width else _near_lane(self.pair_ranks, width * stride)
         first = _hop(lane, within, within * ranks, rounded)
         return first + _hop("net_cross", across, across, 0.0 if first else rounded)
+
+
+def rounds(network: Network) -> bool:
+    """Whether weights or gradients are sent in fewer bits."""
+    return any(each is not None for each in (network.weight_bytes, *network.gradient_bytes))
+
+
+def sent_over_levels(elements: float, param_bytes: float, copy_ranks: int, rounded: float, window: int) -> float:
+    """Bytes of a device beside the host that a unit's weights take on their way over levels, besides the full parameters: the
+    part of a copy that `copy_ranks` share, and the chunks that are gathered of all parts. Parts of `window` units more may be
+    there, by which the device is behind the host. `rounded`: numbers of one parameter that a rank rounds there, or reads,
+    which takes three times their fp32 (`distributed.quantize`)."""
+    return elements * param_bytes * (1 + (1 + window) / copy_ranks) + 3 * _FP32_BYTES * rounded
 
 
 def with_pairs(network: Network, machine: Machine) -> Network:

@@ -31,6 +31,7 @@ class Ranks:
 
     def __init__(self, training: ToyTraining, fails_at: tuple[str, int] = ("", 0)) -> None:
         self.done: list[str] = []
+        self.fault: type[Fault] = Fault
         self.num_gathers, self.num_reductions, self.num_votes = 7, 5, 3  # of earlier passes
         self.fails_at = fails_at
         self.leaves_at = -1  # the vote, counted, at which all leave
@@ -79,11 +80,16 @@ class Ranks:
         gathers = [each for each in self.done if each.startswith("gather")]
         return gathers, [each for each in self.done if not each.startswith(("gather", "step"))]
 
+    @property
+    def in_line(self) -> list[str]:
+        """All of that in one order, as beside a device."""
+        return [each for each in self.done if not each.startswith("step")]
+
     def fail_if_due(self, what: str) -> None:
         if what == self.fails_at[0]:
             self.fails_at = what, self.fails_at[1] - 1
             if self.fails_at[1] < 0:
-                raise Fault(what)
+                raise self.fault(what)
 
     def gather(self, unit: Any, arrival: Arrival) -> None:
         self.done.append(f"gather {unit}")
@@ -115,8 +121,10 @@ class Ranks:
             raise error
 
 
-def trained(schedule: Schedule, overlap: bool, fails_at: tuple[str, int] = ("", 0)) -> Ranks:
+def trained(schedule: Schedule, overlap: bool, fails_at: tuple[str, int] = ("", 0), early: bool | None = None) -> Ranks:
     training = ToyTraining(toy_model(NUM_LAYERS), overlap)
+    if early is not None:
+        training.params.gathers = GatherQueue(in_order=True, early=early)
     ranks = Ranks(training, fails_at)
     if any(event.op is Op.MAKE for event in schedule.events):
         half: Any = training.optimizer  # with nothing due of a step before, and nothing left: see `acco.halves`
@@ -162,6 +170,33 @@ def test_a_step_that_fails_anywhere_leaves_nobody_alone(overlap: bool, order: st
         assert number > NUM_LAYERS
         for at in range(number):
             assert trained(schedule, overlap, (what, at)).together == expected.together
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("share", [None, 0.0, 1.0])
+def test_beside_a_device_the_ranks_do_everything_in_one_order(overlap: bool, share: float | None) -> None:
+    """Of a rank that fails, too: its gathers, reductions and votes are in one line there, in the stream that computes."""
+    schedule = build_training(TrainingStep(NUM_LAYERS, 2, copy_share=share))
+    expected = trained(schedule, overlap, early=False)
+    for what, word in {"gather": "gather", "reduce": "reduce", "hold": "reduce", "release": "vote"}.items():
+        for at in range(sum(each.startswith(word) for each in expected.done)):
+            assert trained(schedule, overlap, (what, at), early=False).in_line == expected.in_line, (what, at)
+
+
+class HopFault(Fault):
+    """As `levels.HopError`."""
+
+    ends_run = True
+
+
+def test_a_rank_whose_hop_has_failed_takes_part_in_nothing_more() -> None:
+    """The others are in that hop, and what it did now they would take for the hop's rest."""
+    training = ToyTraining(toy_model(NUM_LAYERS))
+    ranks = Ranks(training, ("gather", 2))
+    ranks.fault = HopFault
+    with pytest.raises(HopFault):
+        training.step(build_training(TrainingStep(NUM_LAYERS, 2)), [partial(training.model, each) for each in toy_inputs(2)], 1)
+    assert ranks.in_line == ["gather pre", "gather 0"] and ranks.agreed == []
 
 
 @pytest.mark.parametrize("delayed", [True, False])

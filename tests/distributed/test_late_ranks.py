@@ -10,11 +10,11 @@ from collections.abc import Mapping
 import harness
 import pytest
 import torch
-from late_worker import ON_RANKS, Outcome
+from late_worker import LISTENING as NAME
+from late_worker import Outcome
 from places import SUPPORT
 from processes import start_ranks
 
-[NAME] = ON_RANKS
 Outcomes = Mapping[str, list[Outcome]]
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from processes import start_ranks
 
+from ds_vertical.distributed import levels
 from ds_vertical.distributed.levels import Issued, clear_padding, cut_into_chunks, joined_chunks, tree_sum
+from ds_vertical.distributed.topology import Level, Topology
 
 
 def command_of(*shapes: str) -> list[str]:
@@ -109,3 +111,31 @@ def test_a_wait_may_be_repeated() -> None:
     assert not issued.is_over
     issued.end(torch.ones(2))
     assert issued.is_over and issued.wait() == issued.wait() == [1, 1]
+
+
+# ---------------------------------------------------------------------------------------------------- beside a device
+
+
+def test_a_hop_that_fails_on_the_callers_thread_is_raised_at_once_and_by_both_directions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other ranks wait in it: what this rank issued behind it they would take for its rest."""
+    monkeypatch.setattr(levels, "_mesh", lambda *_: None)
+    failed: list[BaseException] = []
+    weights, gradients = (levels._Direction(name, Topology(1, 1, 1), failed, False) for name in ("weights", "gradients"))
+    issued: list[str] = []
+
+    def hop(held: list[torch.Tensor]) -> torch.Tensor:
+        issued.append("hop")
+        return held.pop()
+
+    def full(_: list[torch.Tensor]) -> torch.Tensor:
+        raise torch.OutOfMemoryError("the device is full")
+
+    given = torch.ones(2)
+    assert weights.issue(given, [(Level.WORLD, hop), (Level.NODE, hop)], torch.Tensor.tolist, "1SPREAD").wait() == [1, 1]
+    for direction in (weights, gradients, weights):
+        with pytest.raises(levels.HopError, match="ends the run: 1SPREAD: the device is full") as caught:
+            direction.issue(given, [(Level.WORLD, full), (Level.NODE, hop)], torch.Tensor.tolist, "1SPREAD")
+        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError) and caught.value.ends_run
+    assert issued == ["hop", "hop"]

@@ -1,12 +1,21 @@
-"""Which ranks make the nodes of a run, and what is refused; training over levels is in test_levels_engine.py."""
+"""Which ranks make the nodes of a run, and what is refused; in which order a unit's collectives are issued.
+
+Training over levels is in test_levels_engine.py."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from ds_vertical.distributed import ranks
+from ds_vertical.distributed.levels import Issued
 from ds_vertical.distributed.topology import Topology
-from ds_vertical.distributed.unit_levels import topology_on
+from ds_vertical.distributed.unit_levels import UnitLevels, topology_on
 from ds_vertical.errors import ConfigError
+from ds_vertical.schedule.levels import Arrival
 from ds_vertical.types import LevelSettings
 
 A, B = "a boot1", "b boot2"
@@ -44,3 +53,80 @@ def test_ranks_that_make_no_such_nodes_are_refused(hosts: list[str], size: int, 
     with pytest.raises(ConfigError) as caught:
         topology_on(hosts, LevelSettings(size))
     assert told in str(caught.value)
+
+
+# ---- in which order a unit's collectives are issued
+
+
+class Line:
+    """Writes down what one rank of four issues, in place of its collectives with the others."""
+
+    def __init__(self) -> None:
+        self.issued: list[tuple[str, torch.dtype]] = []
+
+    def spread(self, share: torch.Tensor, *_: Any) -> Issued[torch.Tensor]:
+        self.issued.append(("spread", share.dtype))
+        return self._over(share.expand(2, -1))
+
+    def gather(self, copy: torch.Tensor | Issued[torch.Tensor], **_: Any) -> Issued[torch.Tensor]:
+        part = copy.wait() if isinstance(copy, Issued) else copy
+        self.issued.append(("gather", part.dtype))
+        return self._over(part)
+
+    def _over(self, result: torch.Tensor) -> Issued[torch.Tensor]:
+        issued: Issued[torch.Tensor] = Issued(lambda last: last)
+        issued.end(result)
+        return issued
+
+
+class Unit:
+    """This rank's levels, and the parameters of a unit in fp32 and bf16. `lacks`: the dtype of shards that find no memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, lacks: torch.dtype | None = None) -> None:
+        monkeypatch.setattr(ranks, "rank", lambda: 0)
+        self.lacks, self.line = lacks, Line()
+        self.params = [self._param(dtype) for dtype in (torch.float32, torch.bfloat16)]
+        self.levels = UnitLevels.__new__(UnitLevels)
+        state = {"topology": Topology(4, 2, 2), "_collectives": self.line, "_settings": LevelSettings(2), "beside": None}
+        vars(self.levels).update(state, _rest=None, _copies={}, _shard_of=self.shard)
+
+    def shard(self, param: Any) -> torch.Tensor:
+        if param.dtype == self.lacks:
+            raise torch.OutOfMemoryError("no room")
+        return param.ds_tensor
+
+    def _param(self, dtype: torch.dtype) -> Any:
+        param: Any = torch.nn.Parameter(torch.zeros(8, dtype=dtype))
+        param.ds_tensor, param.partition_numel = torch.zeros(2, dtype=dtype), lambda: 2
+        param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        return param
+
+
+SPREADS = [("spread", torch.float32), ("spread", torch.bfloat16)]
+GATHERS = [("gather", torch.float32), ("gather", torch.bfloat16)]
+
+
+def test_a_rank_that_joins_issues_the_collectives_of_two_dtypes_in_the_others_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a device all are in one line. Where ranks 0 and 3 of four join, another order has each wait for the next one."""
+    own, joins = Unit(monkeypatch), Unit(monkeypatch)
+    for arrival, expected in ((Arrival(spreads=True, keeps=True), SPREADS + GATHERS), (Arrival(from_copy=True), GATHERS)):
+        own.levels.start(0, own.params, arrival, 1)
+        joins.levels.join(joins.params, arrival)
+        assert own.line.issued == joins.line.issued == expected
+        for unit in (own, joins):
+            unit.line.issued.clear()
+            for param in unit.params:
+                param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    own.levels.renew(0, own.params, own.shard, 1)
+    joins.levels.join_renewal(joins.params)
+    assert own.line.issued == joins.line.issued == SPREADS
+
+
+def test_chunks_that_find_no_memory_leave_no_collective_issued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would not be counted, and the rank would join it once more."""
+    unit = Unit(monkeypatch, lacks=torch.bfloat16)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        unit.levels.start(0, unit.params, Arrival(spreads=True), 1)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        unit.levels.renew(0, unit.params, unit.shard, 1)
+    assert unit.line.issued == [] and not unit.levels.stands(0)

@@ -285,7 +285,7 @@ def test_the_bound_has_the_links_that_the_machine_or_the_cache_knows(tmp_path: P
     assert of_pairs[0].resource == "net_pair" and of_pairs[1].resource.startswith("ssd")
     assert measured.seconds == pytest.approx(10 * of_machine.seconds, rel=0.01)
     unequal = replace(FACTS, network=None, num_shards=3)
-    assert not progress.with_links(Machine.from_dict(said), unequal, ["a", "b"])[1]
+    assert not progress.with_known_links(Machine.from_dict(said), unequal, ["a", "b"])[1]
 
 
 def test_a_machine_of_another_kind_gives_no_bound(

@@ -430,7 +430,7 @@ def test_levels_on_gpus_are_planned_where_they_are_assumed(tmp_path: Path, capsy
     assert found["into_node_bytes"] < 0.8 * without["into_node_bytes"]
     assert levels_of(found).ranks_per_node > 1 and levels_of(without).ranks_per_node == 1
     assert [text for text in found["machine"]["assumed"] if text not in without["machine"]["assumed"]] == [
-        "that runs on GPUs have levels, which they refuse so far"
+        "that levels on GPUs run beside the computation, which they do not so far"
     ]
 
 

@@ -152,6 +152,12 @@ class LateGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
 
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        return self._name
+
     def _get_backend(self, device: torch.device) -> Any:
         return self._gloo  # with the time that a collective may take
 

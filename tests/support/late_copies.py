@@ -15,8 +15,10 @@ from chunks import a_chunk, no_queue
 
 from ds_vertical.compat import pinned_memory
 from ds_vertical.compat.ops import load
+from ds_vertical.distributed.device_parts import DeviceParts
+from ds_vertical.distributed.levels import cut_into_chunks
 from ds_vertical.io.files import preallocate
-from ds_vertical.io.streams import CopyStream, EventWindow, OutgoingStream, record_event, recorder
+from ds_vertical.io.streams import CopyStream, EventWindow, IssuedCopies, OutgoingStream, record_event, recorder
 from ds_vertical.model.state.snapshot import SMALL_NUMEL, Snapshot
 from ds_vertical.model.state.survey import OUTSIDE, StateSlot, entry_of
 from ds_vertical.offload.grad_store import GradientFile, HeldGradients, ReducedSums
@@ -248,6 +250,89 @@ def swapped_tensors_come_back_without_a_wait_of_the_host() -> None:
         assert not waits, waits
         assert total.item() == 5000 * (turn + 1)
     swapper.close()
+
+
+@case
+def a_part_of_a_copy_waits_in_host_memory_and_the_host_for_nothing() -> None:
+    library = late_device.library()
+    registered, _ = library.page_locked_bytes()
+    parts = DeviceParts(DEVICE)
+    for turn in range(3):  # from the second one on in the same memory, which a part may still be leaving
+        with late_device.waits() as waits:
+            part = torch.full((2, 5000), turn + 1.0, device=DEVICE)
+            parts.make_room([part.nbytes])
+            resting = parts.put(part)
+            del part
+            torch.ones(1, device=DEVICE) + 1
+            assert not resting.copied.query(), "what is computed next does not wait for the copy out"
+            back = parts.back(resting)
+            parts.give_up(resting)
+            total = back.sum()
+        assert not waits, waits
+        assert total.item() == 10000 * (turn + 1)
+    assert 40000 <= library.page_locked_bytes()[0] - registered < 40000 + 4096
+    del resting
+    with late_device.noting() as found:
+        parts.close()
+    assert not found, found
+    assert library.page_locked_bytes()[0] == registered
+
+
+@case
+def a_part_of_a_copy_that_is_gathered_ahead_of_its_copy_back_is_a_race() -> None:
+    """What a gather would do, were a wait left out."""
+    lane, parts = CopyStream(DEVICE), DeviceParts(DEVICE)
+    resting = parts.put(torch.ones(2, 5000, device=DEVICE))
+    parts.carry = lambda issue: IssuedCopies(lane.run(issue).copied)  # which never land
+    with caught("a race: aten::add reads on the default stream what a copy writes on stream"):
+        parts.back(resting) + 1
+    with caught("a race: aten::add reads on the default stream what a copy writes on stream"):
+        parts.joined([page_locked(1, 2)]) + 1
+    torch.accelerator.synchronize()
+    parts.give_up(resting)
+    parts.close()
+
+
+@case
+def shards_of_both_memories_are_joined_without_a_wait() -> None:
+    parts, source = DeviceParts(DEVICE), page_locked(1, 2)
+    there = torch.ones(3, device=DEVICE)
+    there += 6
+    with late_device.waits() as waits:
+        joined = parts.joined([source, there, page_locked(5)])
+        total = joined + 1
+    assert not waits and total.tolist() == [2, 3, 8, 8, 8, 6]
+
+
+@case
+def sums_are_divided_by_257_ranks_as_on_the_processor() -> None:
+    """16 bits have no 257: bf16's neighbours are 256 and 258."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        sums = (torch.randn(4000, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
+        found = cut_into_chunks([sums.to(DEVICE)], range(257), 257).cpu()
+        assert torch.equal(found, cut_into_chunks([sums], range(257), 257))
+        assert not torch.equal(found, cut_into_chunks([sums], range(257), 256))
+
+
+@case
+def a_copy_that_follows_waits_for_what_was_computed_before() -> None:
+    lane = CopyStream(DEVICE)
+    with caught("a race: "):
+        made = torch.ones(3, device=DEVICE) + 1
+        lane.run(lambda: [made + 1])
+    torch.accelerator.synchronize()
+    with late_device.waits() as waits:
+        again = torch.ones(3, device=DEVICE) + 1
+        lane.follow()
+        found: list[torch.Tensor] = []
+
+        def issue() -> list[torch.Tensor]:
+            found.append(again + 1)
+            return found
+
+        lane.run(issue).land()
+        total = found[0].sum()
+    assert not waits and total.item() == 9
 
 
 @case

@@ -12,9 +12,10 @@ import gc
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -78,6 +79,20 @@ def use_engine(engine: Any, batches: harness.Batches, folder: Path) -> list[floa
     engine.load_checkpoint(str(folder / "saved"))
     losses.append(engine.eval_batch(iter(batches[0])))
     return [loss.item() for loss in losses]
+
+
+def fail_alone(engine: Any, batches: harness.Batches, _: Path) -> list[float]:
+    """A step whose forward fails on rank 0, which goes with the others to where they all raise; and a step."""
+    from ds_vertical.errors import OtherRankError
+
+    step: Any = batches[0]
+    error: type[Exception] = OtherRankError
+    if os.environ.get("RANK", "0") == "0":
+        [step] = token_batches(1, NUM_MICRO_BATCHES, rows=1, shortest=FAILS_FORWARD - NUM_MICRO_BATCHES + 1)
+        error = Failure
+    with pytest.raises(error):
+        engine.train_batch(iter(step))
+    return [engine.train_batch(iter(batches[1])).item()]
 
 
 def ask_to_stop(engine: Any, batches: harness.Batches, folder: Path) -> list[float]:
@@ -197,7 +212,8 @@ def nothing_between(*_: Any) -> list[float]:
 class Case:
     """`options`: of `harness.base_config`. `fast`: whether the fast suite has it. `between`: called after the first step with
     the engine, batches for it and a folder; gives losses to compare. `listens`: whether the JSON has `on_signal`. `steps`: the
-    loop, which gives a loss for each step."""
+    loop, which gives a loss for each step. `zero`: further keys of zero_optimization. `records`: whether gradients are kept,
+    each copied to the host at once."""
 
     options: dict[str, Any]
     num_steps: int = 2
@@ -206,6 +222,8 @@ class Case:
     listens: bool = False
     build: Callable[[], nn.Module] = build_model
     steps: Callable[[Any, harness.Batches], Iterator[torch.Tensor]] = by_train_batch
+    zero: Mapping[str, object] = field(default_factory=dict)
+    records: bool = False
 
 
 def _case(dtype: str, clip: float, section: dict[str, Any] | None = None, **options: Any) -> Case:
@@ -249,14 +267,50 @@ CASES = {
     "fp32, generates": replace(_case("fp32", 1.0), between=generate, build=partial(tiny_neox, NUM_LAYERS, 256, dropout=0.1)),
     COMPILED: replace(_case("fp32", 1.0), build=build_compiled),
 }
-ON_RANKS = {"bf16, listening for signals": replace(_case("bf16", 1.0), listens=True)}
+LISTENING = "bf16, listening for signals"
+FLAT = "fp32, one level"
+LEVELS = "fp32, levels"
+QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+
+
+def _levels(
+    dtype: str, clip: float, section: dict[str, Any] | None = None, zero: Mapping[str, object] | None = None, **options: Any
+) -> Case:
+    """Two ranks share a copy."""
+    return replace(_case(dtype, clip, section, **options), zero={"zero_hpz_partition_size": 2, **(zero or {})})
+
+
+STANDING = {"levels": {"copy_on_device": True}, "optimizer_delay": 0}
+ON_LEVELS = {
+    LEVELS: _levels("fp32", 1.0),
+    "bf16, levels, gradients noted": replace(_levels("bf16", 0.0), records=True),
+    "bf16, levels, half of the copies": _levels("bf16", 1.0, {"levels": {"copy_share": 0.5}}),
+    "bf16, levels, no copies, other calls": replace(_levels("bf16", 1.0, {"levels": {"copy_share": 0}}), between=use_engine),
+    "fp32, levels, with other calls": replace(_levels("fp32", 1.0), between=use_engine),
+    "bf16, levels, INT8 and INT4": _levels("bf16", 1.0, zero=QUANTIZED),
+    "fp32, levels, INT8 everywhere": _levels("fp32", 1.0, {"levels": {"gradient_bits": [8, 8]}}, QUANTIZED),
+    "fp32, levels, copies on the device": replace(_levels("fp32", 0.0, STANDING), num_steps=3),
+    "bf16, levels, copies on the device, other calls": replace(
+        _levels("bf16", 1.0, STANDING, params="cpu", optimizer="cpu"), num_steps=3, between=use_engine
+    ),
+    "bf16, levels, copies on the device, INT8": replace(
+        _levels("bf16", 1.0, STANDING, {"zero_quantized_weights": True}), num_steps=3
+    ),
+    "fp32, levels, small ones persistent": _levels("fp32", 1.0, persistence=None),
+    "bf16, levels, parameters on the device": _levels("bf16", 1.0, params="none", optimizer="cpu"),
+    "bf16, levels, late steps": _levels("bf16", 0.0, {"optimizer_delay": 0.5}),
+    "bf16, levels, nothing beside anything": _levels("bf16", 1.0, {"overlap": False}),
+    "fp32, levels, rank 0 fails alone": replace(_levels("fp32", 1.0), between=fail_alone),
+}
+STANDS = [name for name in ON_LEVELS if "copies on the device" in name]
+ON_RANKS = {LISTENING: replace(_case("bf16", 1.0), listens=True), FLAT: _case("fp32", 1.0), **ON_LEVELS}
 
 
 @dataclass
 class Outcome:
     """What training has given; on the late device also the host's waits of each step, what was wrong, bytes of host memory
     that are still registered with the device once the engine is gone; bytes of the device that the budget has for the training,
-    and that it has taken at most."""
+    and that it has taken at most. `lanes`: the threads that issue collectives over levels."""
 
     run: harness.Run | None = None
     waits: list[Counter[Any]] = field(default_factory=list)
@@ -264,6 +318,7 @@ class Outcome:
     registered: int = -1
     budget: int = -1
     peak: int = -1
+    lanes: list[str] = field(default_factory=list)
     error: str | None = None
 
 
@@ -288,33 +343,44 @@ def train(
     *,
     vertical: bool = True,
 ) -> harness.Run:
-    """All that `harness.Run` has but gradients: reading them waits. Each step is within `watch`; `look` has the engine, its
-    model and its JSON at the end of the last one."""
+    """All that `harness.Run` has, gradients where the case records them: reading them waits. Each step is within `watch`;
+    `look` has the engine, its model and its JSON at the end of the last one."""
     config = harness.base_config(folder, num_micro_batches=NUM_MICRO_BATCHES, **case.options)
+    config["zero_optimization"] |= case.zero
     if case.options.get("params", "nvme") == "nvme":
         harness.small_buffers(config, WIDTH * WIDTH)
     if case.listens:
         config["vertical_schedule"]["on_signal"] = {"save_dir": str(folder / "saved")}
-    engine, model = harness.build_engine(config, case.build, vertical=vertical, recording=False)
+    engine, model = harness.build_engine(config, case.build, vertical=vertical, recording=case.records)
     run = harness.Run()
     losses, others = [], []
-    seed = 1 + int(os.environ.get("RANK", "0"))
-    batches = token_batches(case.num_steps + 2, NUM_MICRO_BATCHES, seed, rows=1, shortest=SHORTEST)
+    rank = int(os.environ.get("RANK", "0"))
+    batches = token_batches(case.num_steps + 2, NUM_MICRO_BATCHES, 1 + rank, rows=1, shortest=SHORTEST)
     try:
         steps = case.steps(engine, batches[: case.num_steps])
         for step in range(case.num_steps):
             with watch():
                 losses.append(next(steps))
             run.norms.append(float(engine.get_global_grad_norm()))
+            if case.records:
+                run.grads.append(harness.read_grads(engine, model))
             if step == 0:
                 others = case.between(engine, batches[-2:], folder)
         assert next(steps, None) is None
         look(engine, model, config)
         run.losses = [loss.item() for loss in losses] + others
         run.weights, run.state = harness.read_weights(model), harness.read_state(engine, model)
+        if torch.distributed.get_world_size() > 1:
+            run.state = harness.own_shares(run.state, run.weights, rank)
+            run.grads = [harness.own_shares(grads, run.weights, rank) for grads in run.grads]
     finally:
         harness.dispose(engine)
     return run
+
+
+def lanes() -> list[str]:
+    """The threads on which collectives over levels wait for each other, by their names."""
+    return [each.name for each in threading.enumerate() if each.name.startswith(("ds_vertical weights", "ds_vertical grad"))]
 
 
 def outcome(case: Case, folder: Path) -> Outcome:
@@ -331,7 +397,7 @@ def outcome(case: Case, folder: Path) -> Outcome:
         found.peak = max(found.peak, torch.accelerator.memory_stats()["active_bytes.all.peak"] - before)
 
     def look(engine: Any, model: nn.Module, config: dict[str, Any]) -> None:
-        found.budget = device_budget(engine, model, config)
+        found.budget, found.lanes = device_budget(engine, model, config), lanes()
 
     before = torch.accelerator.memory_stats()["active_bytes.all.current"]
     try:
@@ -353,7 +419,7 @@ def main(folder: str, device: str, *names: str) -> int:
     for index, name in enumerate(names):
         place, case = Path(folder, f"{device}{index}"), (CASES | ON_RANKS)[name]
         place.mkdir(exist_ok=True)
-        found = outcome(case, place) if device == "late" else Outcome(train(case, place))
+        found = outcome(case, place) if device == "late" else Outcome(train(case, place), lanes=lanes())
         torch.save(found, Path(folder, f"{name}.pt" if num_ranks == 1 else f"{name}.{device}{rank}.pt"))
     return 0
 

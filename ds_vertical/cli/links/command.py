@@ -108,13 +108,19 @@ def _measured(command: Sequence[str]) -> JsonObject:
 
 def _lines(report: JsonObject, out: Path | None) -> list[str]:
     """For the terminal."""
-    links, hosts = report["links"], report["hosts"]
+    links, hosts, pair = report["links"], report["hosts"], report["pair"]
     shown = [f"{len(hosts)} host(s) with {report['ranks_per_host']} rank(s) each: {', '.join(hosts)}"]
-    what = {"local": "into a rank, from its host's others", "cross": "into a host, from the others"}
+    what = {
+        "pair": "into a rank, from its pair's other",
+        "local": "into a rank, from its host's others",
+        "cross": "into a host, from the others",
+    }
     for name, meaning in what.items():
-        if f"{name}_bytes_per_s" in links:
-            rate, latency = links[f"{name}_bytes_per_s"], links[f"{name}_latency_s"]
+        if f"{name}_bytes_per_s" in (measured := links | pair):
+            rate, latency = measured[f"{name}_bytes_per_s"], measured[f"{name}_latency_s"]
             shown.append(f"{meaning:36}{rate * 1e-9:10.3f} GB/s {latency * 1e3:10.3f} ms")
+    if pair and "pair_ranks" not in links:
+        shown.append("a pair has no link of its own: its rate is less than 1.3 times that of its host, and is not counted")
     if "core_s_per_byte" in links:
         shown.append(f"{'of a core, for what a rank receives':36}{links['core_s_per_byte'] * 1e9:10.3f} s/GB")
         each = links["one_level_core_s_per_byte"] * 1e9

@@ -1,9 +1,13 @@
 """A rank that measures the links, launched by `ds-vertical limits --links` on all hosts.
 
 All ranks send at the same time, through training's own collectives and threads: first the ranks of each host among themselves,
-then those that have the same place on their hosts. Half of the bytes are gathered, as weights are, and half are exchanged and
-added, as gradients are. What all ranks at once gather and sum, as without levels, is measured for what it takes of the cores. A
-rate is of the slowest rank, since ranks wait for each other in every layer.
+then those that have the same place on their hosts. Where a host has four ranks or more, and an even number, each rank also
+sends to the neighbour with which it is a pair, such as the two GCDs of one card. Half of the bytes are gathered, as weights
+are, and half are exchanged and added, as gradients are. A pair has a link of its own where a rank receives at least 1.3 times
+what it receives from all of its host: else it is the host's link once more, and must not count beside that one.
+
+What all ranks at once gather and sum, as without levels, is measured for what it takes of the cores. A rate is of the slowest
+rank, since ranks wait for each other in every layer.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -33,6 +37,8 @@ _TINY_ROUNDS: Final = 20
 _KEPT: Final = 8  # times what is gathered
 _FP32_BYTES: Final = 4
 _ROUNDED: Final = 1 << 22  # numbers at a time
+_PAIR: Final = 2  # ranks
+_PAIR_GAIN: Final = 1.3  # of a pair's rate over its host's, from which on the pair has a link of its own
 
 _Hop = tuple[Callable[[torch.Tensor], Any], int]  # what starts it, and how many chunks it is given
 
@@ -54,8 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"{REFUSED}{error}")
         return 2
     links = _links(topology, options.size_mb << 20, options.rounds)
+    pair = _pair_link(topology, options.size_mb << 20, options.rounds)
+    if has_own_link(pair, links):
+        links |= pair
     names = list(dict.fromkeys(host.partition(" ")[0] for host in hosts))
-    found = {"links": links, "hosts": names, "ranks_per_host": topology.pair, "device": device_name()}
+    found = {"links": links, "pair": pair, "hosts": names, "ranks_per_host": topology.pair, "device": device_name()}
     if links and not options.no_keep and ranks.rank() == 0:
         found |= {"kept": _kept(links, host_names(hosts), topology.pair)}
     _say(RESULT + json.dumps(found))
@@ -82,23 +91,50 @@ def _links(topology: Topology, num_bytes: int, rounds: int) -> dict[str, float]:
     that it rounds to fewer bits or reads from them."""
     collectives, links = LevelCollectives(topology), dict[str, float]()
     core_s = received = 0.0
-    size = max(1, num_bytes // _FP32_BYTES // topology.world)
+    size = _size(topology, num_bytes)
     for name, level, receivers in (("local", Level.PAIR, 1), ("cross", Level.WORLD, topology.pair)):
-        others = topology.width(level) - 1
-        if not others:
-            continue
-        hops = _hops(collectives, level)
-        tiny_s, _ = _seconds(hops, 1, _TINY_ROUNDS)
-        whole_s, cores_s = _seconds(hops, size, rounds)
-        moved = len(hops) * others * topology.num_chunks(level) * size * _FP32_BYTES
-        links[f"{name}_bytes_per_s"] = receivers * moved / max(whole_s - tiny_s, 1e-9)
-        links[f"{name}_latency_s"] = tiny_s / len(hops)
+        found, moved, cores_s = _link(collectives, level, size, rounds)
+        links |= {f"{name}_bytes_per_s": receivers * found[0], f"{name}_latency_s": found[1]} if moved else {}
         core_s, received = core_s + cores_s, received + moved
     collectives.close()
     if received and device_name() == "cpu":
         links |= {"core_s_per_byte": core_s / received, "one_level_core_s_per_byte": _one_level_core_s(size, rounds)}
         links |= {"round_core_s_per_element": _round_core_s(rounds)}
     return links
+
+
+def _link(collectives: LevelCollectives, level: Level, size: int, rounds: int) -> tuple[tuple[float, float], int, float]:
+    """Of the hops of a level: bytes a second into a rank, and the seconds of the smallest; bytes that came into a rank, and
+    seconds of cores for these. No bytes where a hop has one rank."""
+    topology = collectives.topology
+    others = topology.width(level) - 1
+    if not others:
+        return (0.0, 0.0), 0, 0.0
+    hops = _hops(collectives, level)
+    tiny_s, _ = _seconds(hops, 1, _TINY_ROUNDS)
+    whole_s, cores_s = _seconds(hops, size, rounds)
+    moved = len(hops) * others * topology.num_chunks(level) * size * _FP32_BYTES
+    return (moved / max(whole_s - tiny_s, 1e-9), tiny_s / len(hops)), moved, cores_s
+
+
+def _size(topology: Topology, num_bytes: int) -> int:
+    """Numbers of a rank's chunk."""
+    return max(1, num_bytes // _FP32_BYTES // topology.world)
+
+
+def _pair_link(topology: Topology, num_bytes: int, rounds: int) -> dict[str, float]:
+    """What two neighbours send each other, all pairs at the same time. Nothing where hosts have no several pairs."""
+    if topology.pair <= _PAIR or topology.pair % _PAIR:
+        return {}
+    collectives = LevelCollectives(Topology(world=topology.world, node=_PAIR, pair=_PAIR))
+    (rate, latency), _, _ = _link(collectives, Level.PAIR, _size(topology, num_bytes), rounds)
+    collectives.close()
+    return {"pair_ranks": _PAIR, "pair_bytes_per_s": rate, "pair_latency_s": latency}
+
+
+def has_own_link(pair: Mapping[str, float], links: Mapping[str, float]) -> bool:
+    """Whether a pair's rate is clearly more than that of the other links of its host, `links`."""
+    return bool(pair) and pair["pair_bytes_per_s"] >= _PAIR_GAIN * links["local_bytes_per_s"]
 
 
 def _one_level_core_s(size: int, rounds: int) -> float:

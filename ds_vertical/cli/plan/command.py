@@ -37,7 +37,7 @@ _DAY_S = 86400
 _TIMED_SIZES = (1, 2, 4)  # sequences per micro-batch that are timed; larger ones follow from the last two
 _IN_PLACE = 'on_nonfinite "stop": early steps in place, one generation of files on SSD; a norm that is not finite ends the run'
 _WORTH = 0.99  # of the exact step's seconds: from there on acco is recommended
-_LEVELS_ASSUMED = "that runs on GPUs have levels, which they refuse so far"
+_LEVELS_ASSUMED = "that levels on GPUs run beside the computation, which they do not so far"
 _EXAMPLE = """example:
   ds-vertical limits --path /ssd
   ds-vertical plan --model my_model/config.json --tokens-per-step 65536 --nvme-path /ssd --out ds_config.json
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--links", type=Path, help="file of `ds-vertical limits --links --out`: rates between ranks")
     rounding = "ranks may send weights as INT8 and gradients as INT4 between machines, which is not exact"
     parser.add_argument("--allow-rounding", action="store_true", help=rounding)
-    assumed = "plan levels on GPUs, too, where runs refuse them so far"
+    assumed = "plan levels on GPUs, too, as if they ran beside the computation there"
     parser.add_argument("--assume-levels", action="store_true", help=assumed)
     names = ", ".join(profile.shipped())
     parser.add_argument("--machine", help=f"file of `ds-vertical limits --out`, or {names} (default: this one's limits)")

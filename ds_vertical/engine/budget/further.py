@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
-from ds_vertical.compat import zero_params
+from ds_vertical.compat import accelerator, zero_params
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.engine.zero3.planned_chunks import PlannedShards
@@ -14,7 +15,8 @@ from ds_vertical.offload.masters.compressed import HALF_BYTES
 from ds_vertical.offload.masters.halves import BLOCK_ELEMENTS
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.memory_budget import BudgetItem
-from ds_vertical.types import PRE, RunSettings, Tier
+from ds_vertical.planner.network import sent_over_levels
+from ds_vertical.types import PRE, LevelSettings, RunSettings, Tier
 
 _COMPRESSION: Final = f"{SECTION}.optimizer_compression"
 _LEVELS: Final = "zero_optimization.zero_hpz_partition_size"
@@ -22,23 +24,33 @@ _LEVELS: Final = "zero_optimization.zero_hpz_partition_size"
 
 def level_items(layers: LayerMap, resolved: RunSettings, param_bytes: int) -> tuple[BudgetItem, ...]:
     """With collectives over levels: this rank's parts of the copies that the node keeps, on the device where they stand there,
-    and what a reduction sends and receives beside its sums. The copies of two halves a step are counted by `acco_items`."""
+    what a reduction sends and receives beside its sums, and what a unit's weights take on their way beside a device. The copies
+    of two halves a step are counted by `acco_items`."""
     levels = resolved.levels
     if levels.share is None:
         return ()
     numels = {unit: sum(map(zero_params.full_numel, params)) for unit, params in layers.units.items()}
-    sent = BudgetItem(Tier.HOST, "gradients sent over levels", 2 * FP32_BYTES * max(numels.values()), _LEVELS)
+    w, largest = levels.ranks_per_node, max(numels.values())
+    sent = [BudgetItem(Tier.DEVICE, "gradients sent over levels", gradients := 2 * FP32_BYTES * largest, _LEVELS)]
+    if not accelerator.is_one_memory():
+        weights = sent_over_levels(largest, param_bytes, w, _rounded(layers, levels), resolved.prefetch_layers)
+        sent.append(BudgetItem(Tier.DEVICE, "weights sent over levels", max(0, math.ceil(weights) - gradients), _LEVELS))
     if resolved.acco is not None:
-        return (sent,)
+        return tuple(sent)
     copied = sorted((numel for unit, numel in numels.items() if isinstance(unit, int)), reverse=True)
     outside = layers.outside.units if levels.copy_on_device else [unit for unit in layers.outside.apart if unit == PRE]
     copied += [numels[unit] for unit in outside]
-    copies = -(-sum(copied[: round(levels.share * len(copied))]) * param_bytes // levels.ranks_per_node)
+    copies = -(-sum(copied[: round(levels.share * len(copied))]) * param_bytes // w)
     place, what = (Tier.DEVICE, "standing copies") if levels.copy_on_device else (Tier.HOST, "copies")
-    return (
-        BudgetItem(place, f"{what} of the weights", copies, "vertical_schedule.levels.copy_share"),
-        sent,
-    )
+    return (BudgetItem(place, f"{what} of the weights", copies, "vertical_schedule.levels.copy_share"), *sent)
+
+
+def _rounded(layers: LayerMap, levels: LevelSettings) -> float:
+    """The most numbers of one parameter that a rank rounds at a time, or reads: of a copy's part, or of all ranks' shares."""
+    largest = max(zero_params.full_numel(param) for params in layers.units.values() for param in params)
+    if levels.quantized_gradients and levels.gradient_bits[0] is not None:
+        return largest
+    return largest / levels.ranks_per_node if levels.quantized_weights or levels.quantized_gradients else 0.0
 
 
 def acco_items(layers: LayerMap, resolved: RunSettings, param_bytes: int) -> tuple[BudgetItem, ...]:

@@ -13,6 +13,7 @@ import pytest
 from own_cache import own_cache
 from two_hosts import TwoHosts, launch
 
+from ds_vertical.cli.links.worker import has_own_link
 from ds_vertical.cli.main import main
 from ds_vertical.engine.machine_cache import kept_links, links_path
 
@@ -20,30 +21,43 @@ from ds_vertical.engine.machine_cache import kept_links, links_path
 def test_ranks_of_one_host_have_links_of_their_own(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are kept for runs of as many ranks."""
+    """And two neighbours have one. They are kept for runs of as many ranks."""
     out = tmp_path / "links.json"
     for name, value in own_cache(tmp_path / "cache").items():
         monkeypatch.setenv(name, value)
-    assert main(["limits", "--links", "--num-ranks", "2", "--size-mb", "8", "--rounds", "3", "--out", str(out)]) == 0
+    assert main(["limits", "--links", "--num-ranks", "4", "--size-mb", "8", "--rounds", "3", "--out", str(out)]) == 0
     report = json.loads(out.read_text())
     links = report["links"]
-    assert (len(report["hosts"]), report["ranks_per_host"], report["device"]) == (1, 2, "cpu")
+    assert (len(report["hosts"]), report["ranks_per_host"], report["device"]) == (1, 4, "cpu")
     cores = {"core_s_per_byte", "one_level_core_s_per_byte", "round_core_s_per_element"}
-    assert set(links) == {"local_bytes_per_s", "local_latency_s", *cores}  # there is no other host
-    assert 1e7 < links["local_bytes_per_s"] < 1e11 and 0 < links["local_latency_s"] < 1
+    pair = report["pair"]
+    assert set(pair) == {"pair_ranks", "pair_bytes_per_s", "pair_latency_s"} and pair["pair_ranks"] == 2
+    own = pair["pair_bytes_per_s"] >= 1.3 * links["local_bytes_per_s"]
+    assert set(links) == {"local_bytes_per_s", "local_latency_s", *cores, *(pair if own else ())}  # there is no other host
+    for link in ("pair", "local"):
+        assert 1e7 < (links | pair)[f"{link}_bytes_per_s"] < 1e11 and 0 < (links | pair)[f"{link}_latency_s"] < 1
     assert 1e-11 < links["core_s_per_byte"] < 1e-7 and 1e-11 < links["one_level_core_s_per_byte"] < 1e-7
     assert 1e-11 < links["round_core_s_per_element"] < 1e-6
     shown = capfd.readouterr().out
-    assert "into a rank, from its host's others" in shown and "into a host" not in shown and f"written: {out}" in shown
-    assert f": {links_path(1, 2, 'cpu')}\n" in shown
+    assert all(f"into a rank, from its {others}" in shown for others in ("pair's other", "host's others"))
+    assert ("a pair has no link of its own" in shown) is not own
+    assert "into a host" not in shown and f"written: {out}" in shown
+    assert f": {links_path(1, 4, 'cpu')}\n" in shown
     here = [platform.node()]
-    assert kept_links(here, 2, "cpu") == links
-    assert kept_links([*here, "b"], 1, "cpu") is None and kept_links(here, 2, "cuda") is None
-    kept = json.loads(links_path(1, 2, "cpu").read_text())
+    assert kept_links(here, 4, "cpu") == links
+    assert kept_links([*here, "b"], 1, "cpu") is None and kept_links(here, 4, "cuda") is None
+    kept = json.loads(links_path(1, 4, "cpu").read_text())
     assert kept["hosts"] == here and datetime.datetime.fromisoformat(kept["date"]) <= datetime.datetime.now(datetime.UTC)
     for spoilt in ({"no such key": 1.0}, links | {"local_bytes_per_s": 0.0}):
-        links_path(1, 2, "cpu").write_text(json.dumps(kept | {"links": spoilt}))
-        assert kept_links(here, 2, "cpu") is None
+        links_path(1, 4, "cpu").write_text(json.dumps(kept | {"links": spoilt}))
+        assert kept_links(here, 4, "cpu") is None
+
+
+def test_a_pair_has_a_link_of_its_own_where_it_is_clearly_faster_than_its_host() -> None:
+    """Else plans and bounds would have a second link, beside the one that it is a part of."""
+    links = {"local_bytes_per_s": 1e9}
+    own = [has_own_link({"pair_bytes_per_s": rate}, links) for rate in (0.9e9, 1.2e9, 1.31e9, 4e9)]
+    assert own == [False, False, True, True] and not has_own_link({}, {})
 
 
 @pytest.mark.slow
@@ -58,6 +72,7 @@ def test_the_link_between_two_hosts_has_the_rate_of_the_interface(tmp_path: Path
     report = json.loads(run.stdout)
     assert (report["hosts"], report["ranks_per_host"]) == (["nodeA", "nodeB"], 2)
     assert 0.7 * 500e6 / 8 < report["links"]["cross_bytes_per_s"] < 1.02 * 500e6 / 8  # this machine may be busy
+    assert report["pair"] == {}, "a pair of ranks is all of a host"
     assert report["links"]["local_bytes_per_s"] > report["links"]["cross_bytes_per_s"] and "kept" not in report
 
 

@@ -256,7 +256,8 @@ public:
     // The device draws with the processor's generator, of its own state.
     const at::Generator& getDefaultGenerator(DeviceIndex device) const override
     {
-        static std::array<at::Generator, kDevices> made{at::detail::createCPUGenerator(), at::detail::createCPUGenerator()};
+        static std::array<at::Generator, kDevices> made{at::detail::createCPUGenerator(), at::detail::createCPUGenerator(),
+                                                        at::detail::createCPUGenerator(), at::detail::createCPUGenerator()};
         return made[device < 0 ? current_device() : device];
     }
 

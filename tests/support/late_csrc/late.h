@@ -29,7 +29,7 @@
 namespace late {
 
 constexpr auto kLate = c10::DeviceType::PrivateUse1;
-constexpr int kDevices = 2;
+constexpr int kDevices = 4;
 constexpr int kHost = -1;
 constexpr unsigned char kPoison = 0xFF;  // a NaN in every floating dtype
 

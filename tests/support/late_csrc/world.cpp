@@ -18,7 +18,7 @@ namespace {
 constexpr size_t kAlignment = 512;
 
 thread_local int device_of_thread = 0;
-thread_local size_t stream_of_thread[kDevices] = {0, 1};
+thread_local size_t stream_of_thread[kDevices] = {0, 1, 2, 3};
 
 std::string name_of(size_t stream)
 {
