@@ -5,11 +5,12 @@
 Each arm trains on four ranks of this machine, with the same text, micro-batches and seeds. So all arms have summed as many
 gradients at each step. The figure of an arm is its held-out loss at the end over that of "exact", by seed. "dpu" is the delayed
 update of ZeRO-Offload, as `delayed_steps.py` has it: each step is taken with the gradients of the weights before the last step.
-What a delay does grows with the learning rate: 6e-4 is that of ACCO's own runs. Its warm-up takes a tenth of the steps.
+What a delay does grows with the learning rate: 6e-4 is that of ACCO's own runs. Its warm-up takes a tenth of the steps. Behind
+it the rate falls along half a cosine, as in those runs, or it stays (`--schedule constant`).
 
-Writes benchmarks/acco/MODEL_STEPS_lrRATE.json with the held-out losses as soon as a run has ended. The same command goes on
-with the runs that are missing there. Other work on the machine changes nothing but the time, so that with `--jobs` several runs
-train beside each other: of four ranks each, and some 4 GB.
+Writes benchmarks/acco/MODEL_STEPS_lrRATE_SCHEDULE.json with the held-out losses as soon as a run has ended. The same command
+goes on with the runs that are missing there. Other work on the machine changes nothing but the time, so that with `--jobs`
+several runs train beside each other: of four ranks each, and some 4 GB.
 """
 
 from __future__ import annotations
@@ -38,12 +39,19 @@ ARMS: Final[dict[str, tuple[dict[str, Any], Path]]] = {  # by name: what the sec
 MOST: Final = {"acco": 1.01}  # held-out loss over that of "exact", as required; "dpu" is shown beside it
 
 
+def scheduler(options: argparse.Namespace) -> dict[str, Any]:
+    """DeepSpeed's, with a linear warm-up from a tenth of the rate."""
+    warm_up = {"warmup_num_steps": max(2, options.steps // 10), "warmup_type": "linear"}
+    if options.schedule == "constant":
+        return {"type": "WarmupLR", "params": warm_up | {"warmup_min_lr": options.lr / 10, "warmup_max_lr": options.lr}}
+    return {"type": "WarmupCosineLR", "params": warm_up | {"total_num_steps": options.steps, "warmup_min_ratio": 0.1}}
+
+
 def build_config(source: Path, arm: str, options: argparse.Namespace) -> dict[str, Any]:
     """The JSON of an arm: one sequence to a micro-batch, all in host memory."""
     config = json.loads(source.read_text())
     config["optimizer"]["params"]["lr"] = options.lr
-    warm_up = {"warmup_min_lr": options.lr / 10, "warmup_max_lr": options.lr, "warmup_num_steps": max(2, options.steps // 10)}
-    config["scheduler"]["params"] |= warm_up
+    config["scheduler"] = scheduler(options)
     zero = config["zero_optimization"]
     zero |= {name: {"device": "cpu", "pin_memory": False} for name in ("offload_param", "offload_optimizer")}
     section = config["vertical_schedule"] | ARMS[arm][0]
@@ -102,12 +110,14 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, default=4, help="of a step, on each rank")
     parser.add_argument("--tokens", type=int, default=64, help="of a micro-batch")
     parser.add_argument("--lr", type=float, default=6e-4, help="learning rate, behind the warm-up")
+    parser.add_argument("--schedule", choices=("cosine", "constant"), default="cosine", help="of the rate, behind the warm-up")
     parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0, 1, 2])
     parser.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS), help="with exact among them")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     options = parser.parse_args()
-    settings = {name: getattr(options, name) for name in ("model", "steps", "eval_every", "micro_batches", "tokens", "lr")}
-    path = ROOT / "benchmarks" / "acco" / f"{options.model}_{options.steps}_lr{options.lr:g}.json"
+    names = ("model", "steps", "eval_every", "micro_batches", "tokens", "lr", "schedule")
+    settings = {name: getattr(options, name) for name in names}
+    path = ROOT / "benchmarks" / "acco" / f"{options.model}_{options.steps}_lr{options.lr:g}_{options.schedule}.json"
     losses = recorded(path, settings)
     missing = [(arm, seed) for seed in options.seeds for arm in options.arms if f"{arm}.{seed}" not in losses]
     with tempfile.TemporaryDirectory(prefix="ds_vertical.loss.") as folder, ThreadPoolExecutor(options.jobs) as pool:
