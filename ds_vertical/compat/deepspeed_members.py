@@ -243,6 +243,7 @@ READ: Final[Mapping[str, Rows]] = {
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": (
         ("compat.engine", "forward_hooks backward_hooks fwd_pre_hook"),
     ),
+    "deepspeed.runtime.zero.parameter_offload:ZeROOrderedDict": (("compat.zero_params", "_in_forward"),),
     OPTIMIZER_SWAPPER: (
         ("compat.zero_optimizer", "swap_folder swap_element_size"),
         ("compat.swap_handles", "aio_handle aio_config gradient_swapper swap_config swap_folder"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,7 +34,7 @@ from ds_vertical.io.runs.this_host import host_id, host_names
 from ds_vertical.model.batch import LossFn
 from ds_vertical.model.compiled_blocks import refuse_engine_compile
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.model.thread_state import HostState, autocast_device_types, capture_host_by
+from ds_vertical.model.thread_state import HostPart, HostState, autocast_device_types, capture_host_by
 from ds_vertical.offload.param_store import ParamStore
 from ds_vertical.planner.run_record import KeptRecord
 from ds_vertical.schedule.events import Schedule
@@ -206,6 +207,12 @@ class VerticalEngine(CallableEngine):
 
 def _load_state_reader() -> None:
     """Let the compiled op capture what torch keeps per thread on the host, or Python where that cannot be had."""
-    reader = load.state_reader()
-    devices = [torch.device(kind) for kind in autocast_device_types()]
-    capture_host_by(HostState.capture if reader is None else reader(devices).capture)
+    capture_host_by(_capture_by(load.state_reader(), autocast_device_types()))
+
+
+@functools.cache
+def _capture_by(
+    reader: Callable[[Sequence[torch.device]], load.StateReader] | None, kinds: tuple[str, ...]
+) -> Callable[[], HostPart]:
+    """One object for all engines of a process."""
+    return HostState.capture if reader is None else reader([torch.device(kind) for kind in kinds]).capture

@@ -19,7 +19,7 @@ from ds_vertical.engine.zero3.optimizer import VerticalStage3
 
 PACKAGE = Path(inspect.getfile(version)).parents[1]
 MEMBERS = tuple(deepspeed_members.members_of(version.SUPPORTED))
-TORCHS_OWN = {"_non_persistent_buffers_set"}
+TORCHS_OWN = {"_non_persistent_buffers_set", "_parameters"}
 
 
 LEFT_BY_ZERO_INIT = {"_old_init"}  # on the class of every module, where an earlier test in this process has built one

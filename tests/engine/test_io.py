@@ -175,7 +175,7 @@ def test_a_unit_arrives_where_the_device_is_no_further_behind_than_the_window(
     left: list[Mark] = []
     behind: list[int] = []
     gather = zero_params.gather
-    monkeypatch.setattr(zero_params, "gather", lambda *given: (behind.append(len(left)), gather(*given))[1])
+    monkeypatch.setattr(zero_params, "gather", lambda *given, **named: (behind.append(len(left)), gather(*given, **named))[1])
     with running(config(tmp_path, section={"prefetch_layers": window}), build, vertical=True) as (engine, _):
         engine._params._landing._backlog._record = partial(Mark, left)
         engine.train_batch(iter(token_batches(1, 2)[0]))

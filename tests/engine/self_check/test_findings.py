@@ -8,6 +8,7 @@ loss (2), state of a forward on modules, in lists and in context objects (3), st
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -96,7 +97,11 @@ def recompute(patch: pytest.MonkeyPatch, _: Any) -> None:
 def streams(patch: pytest.MonkeyPatch, _: Any) -> None:
     """A block's recompute draws the next numbers of torch's stream, not those of its forward."""
     applied = recorded_blocks.applied
-    patch.setattr(recorded_blocks, "applied", lambda state: applied(replace(state, rng=ThreadState.capture().rng)))
+
+    def with_the_next_numbers(state: ThreadState) -> contextlib.AbstractContextManager[None]:
+        return applied(ThreadState(state.host.with_rng_of(ThreadState.capture().host)))
+
+    patch.setattr(recorded_blocks, "applied", with_the_next_numbers)
 
 
 # ---- what is found
