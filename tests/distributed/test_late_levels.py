@@ -19,10 +19,9 @@ pytestmark = pytest.mark.timeout(1000)  # processes of one core each, which othe
 Find = Callable[[str, str], list[Outcome]]
 SLOW = [name for name in ON_LEVELS if name != LEVELS]
 TOGETHER = 4  # slow cases
-OF_A_STEP = (
-    8  # waits of the host beside one for each layer's gradients: the norm's, those at the end of a forward and a step; 7
-)
-# or 8, as a copy has come by itself or is waited for
+# Waits of the host beside one for each layer's gradients: the norm's, and those at the end of a forward and a step. 7 or 8: a
+# copy has come by itself, or is waited for.
+OF_A_STEP = 8
 
 
 def train(folder: Path, device: str, names: Sequence[str], num_ranks: int) -> dict[str, list[Outcome]]:
