@@ -3,8 +3,8 @@
 [Note: levels beside a device] On a device beside the host the thread that launches its work issues all collectives, in the
 order of the schedule, in the stream that computes. Collectives of torch that nobody waits for later come between what the
 stream was given before and what it is given next. So no two of them are ever under way on a rank, of whatever groups: hops of
-weights, hops of gradients, DeepSpeed's own, the user's. NCCL needs no more than that: kernels of several communicators cannot
-wait for each other crosswise where all ranks issue them in one order into one stream.
+weights, hops of gradients, DeepSpeed's own, the user's. Kernels of several communicators of NCCL cannot wait for each other
+crosswise where all ranks issue them in one order into one stream. That is reasoned: it has run on simulated devices alone.
 
 - A unit's hops are issued where the unit is first used, as its gather is with one level, whatever has been read by then. When
   shards come differs from rank to rank, and must not decide. Those of its gradients are issued at its REDUCE.

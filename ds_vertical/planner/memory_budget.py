@@ -38,7 +38,7 @@ from typing import Final
 
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.planner.model_shape import ModelShape, ModelSpec, SmallTensors, state_elements, state_file_bytes, suf_files
-from ds_vertical.planner.network import rounds, sent_over_levels
+from ds_vertical.planner.network import is_rounded, sent_over_levels
 from ds_vertical.schedule.events import LEAD, MAX_STEPS
 from ds_vertical.types import NORM_COPIED, NORM_ELEMENTS, PRE, SUF, TensorKind, Tier, TierBytes, Unit
 
@@ -312,7 +312,7 @@ def _levels(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     yield _item(place, f"{what} of the weights", copied / network.w, "vertical_schedule.levels.copy_share")
     gradients, largest = 2 * shape.gradient_bytes * max(shape.unit_gradients), max(shape.pre_elements, *shape.layer_elements)
     yield _item(Tier.DEVICE, "gradients sent over levels", gradients, _LEVELS)
-    weights = sent_over_levels(largest, shape.param_bytes, network.w, rounds(network) * largest / network.w, terms.window)
+    weights = sent_over_levels(largest, shape.param_bytes, network.w, is_rounded(network) * largest / network.w, terms.window)
     yield _item(Tier.DEVICE, "weights sent over levels", 0 if terms.one_memory else max(0, weights - gradients), _LEVELS)
 
 

@@ -192,7 +192,7 @@ class Network:
         return first + _hop("net_cross", across, across, 0.0 if first else rounded)
 
 
-def rounds(network: Network) -> bool:
+def is_rounded(network: Network) -> bool:
     """Whether weights or gradients are sent in fewer bits."""
     return any(each is not None for each in (network.weight_bytes, *network.gradient_bytes))
 

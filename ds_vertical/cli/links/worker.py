@@ -123,7 +123,8 @@ def _size(topology: Topology, num_bytes: int) -> int:
 
 
 def _pair_link(topology: Topology, num_bytes: int, rounds: int) -> dict[str, float]:
-    """What two neighbours send each other, all pairs at the same time. Nothing where hosts have no several pairs."""
+    """What two neighbours send each other, all pairs at the same time. Nothing where a host has not
+    two pairs or more."""
     if topology.pair <= _PAIR or topology.pair % _PAIR:
         return {}
     collectives = LevelCollectives(Topology(world=topology.world, node=_PAIR, pair=_PAIR))
