@@ -11,7 +11,7 @@ import torch
 from adam_gap import MAX_UPDATES, ticking
 from rounding import error_bound
 
-from ds_vertical.compat.ops import cache, load
+from ds_vertical.compat.ops import load
 from ds_vertical.distributed.quantize import Quantizer
 from ds_vertical.errors import ConfigError
 
@@ -252,15 +252,3 @@ def test_rows_that_do_not_fit_are_refused() -> None:
 
 def test_other_flags_are_another_op() -> None:
     assert replace(load.BLOCK_QUANTIZE, flags=()).build_name != load.BLOCK_QUANTIZE.build_name
-
-
-def test_where_the_kernel_does_not_compile_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "broken.cpp"
-    broken.write_text("#error on purpose\n")
-    op = replace(load.BLOCK_QUANTIZE, source=str(broken))
-    monkeypatch.setattr(load, "BLOCK_QUANTIZE", op)
-    try:
-        with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled .* torch stands in: same result"):
-            assert load.block_quantizer.__wrapped__() is None
-    finally:
-        cache.forget(op.build_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -47,6 +48,24 @@ def adams(stock: Any) -> dict[str, Any]:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "PIECE_NUMEL", 4096)
+
+
+COULD_NOT = r"broken\.cpp could not be compiled"
+
+
+@contextlib.contextmanager
+def that_does_not_compile(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[load.OwnOp]:
+    """An op of ours with another source, which does not compile."""
+    broken = folder / "broken.cpp"
+    broken.write_text("#error on purpose\n")
+    op = replace(
+        getattr(load, name), source=str(broken), shipped=()
+    )  # DeepSpeed's kernel would be compiled beside it for a minute
+    monkeypatch.setattr(load, name, op)
+    try:
+        yield op
+    finally:
+        cache.forget(op.build_name)
 
 
 def trained(adam: Any, numel: int, dtypes: tuple[torch.dtype, torch.dtype], adamw: bool) -> list[list[torch.Tensor]]:
@@ -206,17 +225,13 @@ def test_build_ops_knows_our_own() -> None:
 def test_build_ops_fails_where_a_stand_in_works_in_an_ops_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken = tmp_path / "broken.cpp"
-    broken.write_text("#error on purpose\n")
-    op = replace(load.IDENTITY_NODE, source=str(broken))
-    monkeypatch.setattr(load, "IDENTITY_NODE", op)
-    monkeypatch.setattr(load, "OWN_OPS", (load.FREE_ADAM, load.CHECKED_AIO, op))
     load.identity_node.cache_clear()
     try:
-        with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled"):
-            assert build_ops.main([]) == 1
+        with that_does_not_compile("IDENTITY_NODE", tmp_path, monkeypatch) as op:
+            monkeypatch.setattr(load, "OWN_OPS", (load.FREE_ADAM, load.CHECKED_AIO, op))
+            with pytest.warns(RuntimeWarning, match=COULD_NOT):
+                assert build_ops.main([]) == 1
     finally:
-        cache.forget(op.build_name)
         load.identity_node.cache_clear()
     said = capsys.readouterr()
     assert f"{op.build_name}: not compiled, slower stand-ins" in said.err and "are ready" not in said.out
@@ -225,15 +240,11 @@ def test_build_ops_fails_where_a_stand_in_works_in_an_ops_place(
 def test_where_it_does_not_compile_a_warning_says_so_and_deepspeeds_is_used(
     stock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = tmp_path / "broken.cpp"
-    broken.write_text("#error on purpose\n")
-    op = replace(load.FREE_ADAM, source=str(broken), shipped=())  # DeepSpeed's kernel would be compiled beside it for a minute
-    monkeypatch.setattr(load, "FREE_ADAM", op)
-    try:
-        with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled .* in pieces"):
-            adam = load.free_adam.__wrapped__()
-    finally:
-        cache.forget(op.build_name)
+    with (
+        that_does_not_compile("FREE_ADAM", tmp_path, monkeypatch),
+        pytest.warns(RuntimeWarning, match=f"{COULD_NOT} .* in pieces"),
+    ):
+        adam = load.free_adam.__wrapped__()
     assert isinstance(adam, load.PiecewiseAdam)
     assert torch.equal(trained(adam, 1000, DTYPES[0], True)[-1][0], trained(stock, 1000, DTYPES[0], True)[-1][0])
 
@@ -314,31 +325,27 @@ def test_tensors_of_users_own_types_keep_them() -> None:
     assert "_IdentityNode" not in joint(plain).grad_fn.name()  # the compiled one
 
 
-def test_where_the_capture_of_state_does_not_compile_nodes_stay_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "loader", "stands_in"),
+    [
+        ("IDENTITY_NODE", load.identity_node, "nodes written in Python stand in: same result"),
+        ("HOST_STATE", load.state_reader, "Python captures what torch keeps per thread: same result"),
+        ("BLOCK_QUANTIZE", load.block_quantizer, "torch stands in: same result"),
+        ("MASTER_HALVES", load.master_halves, "torch stands in: same result"),
+    ],
+)
+def test_where_an_op_does_not_compile_a_warning_names_what_stands_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, loader: Any, stands_in: str
 ) -> None:
-    broken = tmp_path / "broken.cpp"
-    broken.write_text("#error on purpose\n")
-    op = replace(load.HOST_STATE, source=str(broken))
-    monkeypatch.setattr(load, "HOST_STATE", op)
-    try:
-        with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled .* Python captures"):
-            assert load.state_reader.__wrapped__() is None
-    finally:
-        cache.forget(op.build_name)
-    assert load.identity_node.__wrapped__() is not None
+    with (
+        that_does_not_compile(name, tmp_path, monkeypatch),
+        pytest.warns(RuntimeWarning, match=rf"{COULD_NOT} .*; {stands_in}"),
+    ):
+        assert loader.__wrapped__() is None
+    assert load.free_adam() is not None  # one that fails takes no other with it
 
 
-def test_where_the_joint_does_not_compile_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "broken.cpp"
-    broken.write_text("#error on purpose\n")
-    op = replace(load.IDENTITY_NODE, source=str(broken))
-    monkeypatch.setattr(load, "IDENTITY_NODE", op)
-    try:
-        with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled .* written in Python"):
-            assert load.identity_node.__wrapped__() is None
-    finally:
-        cache.forget(op.build_name)
+def test_nodes_written_in_python_have_the_bits_of_compiled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "identity_node", lambda: None)
     for got, wanted in zip(
         gradients_through(module_hooks.load_identity_node()), gradients_through(PythonJoint.apply), strict=True
