@@ -9,6 +9,8 @@ take more than is allowed (with its page cache). The vertical arm is told so, as
 key. "least" is what the engine's own refusal of too little names. Writes benchmarks/beyond_memory/DATE.json when all runs have
 ended: how each ended, every step, the peak of the group, and the end of the log where it did not train. Needs root, as a rule,
 40 GB of the SSD, and nothing else may run on the machine.
+
+Keys of the section may follow a number of bytes: `least:optimizer_compression=true`, `16G:optimizer_host_share=0.6`.
 """
 
 from __future__ import annotations
@@ -136,7 +138,7 @@ def config_of(options: argparse.Namespace, vertical: bool, keys: Mapping[str, An
     return {**arm, "zero_optimization": zero, SECTION: section}
 
 
-def run_one(options: argparse.Namespace, vertical: bool, limit: int, **keys: float) -> dict[str, Any]:
+def run_one(options: argparse.Namespace, vertical: bool, limit: int, **keys: Any) -> dict[str, Any]:
     """One process in a group that may take `limit` bytes: how it ended, and its steps. `keys`: of the vertical arm's section,
     `host_memory_bytes` is `limit` where it is not among them."""
     keys = {"host_memory_bytes": limit} | keys
@@ -183,13 +185,19 @@ def budget_of(log: str) -> list[str]:
     return lines[first : last + 1]
 
 
-def least_bytes(options: argparse.Namespace) -> int:
-    """What the engine's refusal of too little memory says that it needs. Raises RuntimeError where it refuses nothing."""
-    found = run_one(options, True, options.whole, host_memory_bytes=TOO_LITTLE)
+def least_bytes(options: argparse.Namespace, **keys: Any) -> int:
+    """What the engine's refusal of too little memory says that it needs, with these keys of the section. Raises RuntimeError
+    where it refuses nothing."""
+    found = run_one(options, True, options.whole, host_memory_bytes=TOO_LITTLE, **keys)
     advised = _ADVISED.search("\n".join(found.get("log", [])))
     if advised is None:
         raise RuntimeError("\n".join([f"no refusal that names a number ({found['ended']}):", *found.get("log", [])]))
     return int(advised[1])
+
+
+def keys_of(text: str) -> dict[str, Any]:
+    """The section's keys of "KEY=VALUE:KEY=VALUE", each value in JSON."""
+    return {key: json.loads(value) for key, _, value in (word.partition("=") for word in filter(None, text.split(":")))}
 
 
 def figures(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     inturn.add_options(parser)
     parser.set_defaults(micro_batches=4)
-    parser.add_argument("--allowed", default=f"{LEAST},6G,10G,16G", help="BYTES[:SHARE] of the vertical arm's groups")
+    parser.add_argument("--allowed", default=f"{LEAST},6G,10G,16G", help="BYTES[:KEY=VALUE]... of the vertical arm's groups")
     parser.add_argument("--stock", default="7G,14G", help="bytes of the stock arm's groups; empty: none")
     parser.add_argument("--steps", type=int, default=3, help="of each run; the first does not count")
     parser.add_argument("--dims", type=lambda text: DIMS | json.loads(text), default=DIMS, help="others, as a JSON object")
@@ -224,9 +232,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = []
     given = [(True, text) for text in filter(None, options.allowed.split(","))]
     for vertical, text in given + [(False, text) for text in filter(None, options.stock.split(","))]:
-        size, _, share = text.partition(":")
-        limit = least_bytes(options) if size == LEAST else parse_bytes(size)
-        runs.append(run_one(options, vertical, limit, **({"optimizer_host_share": float(share)} if share else {})))
+        size, _, words = text.partition(":")
+        keys = keys_of(words)
+        limit = least_bytes(options, **keys) if size == LEAST else parse_bytes(size)
+        runs.append(run_one(options, vertical, limit, **keys))
         print(told(runs[-1]), flush=True)
     content: dict[str, Any] = made_of() | {"checkout": describe(inturn.ROOT)}
     content |= {key: getattr(options, key) for key in ("dims", "micro_batches", "tokens", "clip", "steps")}
