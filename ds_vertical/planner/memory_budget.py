@@ -372,8 +372,8 @@ def backward_bytes(shape: ModelShape, terms: BudgetTerms) -> int:
     """What one layer's backward needs for one micro-batch; on the host, where gradients wait for the next micro-batch's, all of
     the layer's are there at a time, and those that wait: see [Note: gradients in pairs] in `grad_accumulator`. Where freed
     memory goes back, none wait while gradients are made outside the layers."""
-    paired = _paired_bytes(shape, terms)
-    return max(shape.working_bytes, (shape.working_bytes if terms.keeps_freed else shape.freed.in_layers) + paired)
+    goes_back = terms.one_memory and not terms.keeps_freed
+    return max(shape.working_bytes, (shape.freed.in_layers if goes_back else shape.working_bytes) + _paired_bytes(shape, terms))
 
 
 def _paired_bytes(shape: ModelShape, terms: BudgetTerms) -> int:

@@ -161,6 +161,12 @@ def test_gradients_that_wait_are_not_there_with_those_made_outside_the_layers_wh
     assert needed(6000, keeps_freed=False, pairs=False) == 9000
 
 
+def test_a_device_of_its_own_makes_no_copy_of_a_gradient_in_fp32() -> None:
+    """`in_layers` has those that kernels of the host make."""
+    shape = replace(SHAPE, working_bytes=9000, freed=FreedBytes(9000, 2000, 20_000))
+    assert sizes(shape, BudgetTerms(3, keeps_freed=False))["device", "one layer's backward"] == 9000
+
+
 def test_the_heap_keeps_at_its_end_what_waits_and_maps_larger_pieces_than_a_layers_anew_where_memory_is_short() -> None:
     shape, terms = replace(SHAPE, working_bytes=9000, freed=FreedBytes(9000, 2000, 2500)), BudgetTerms(3, one_memory=True)
     assert kept_bytes(shape, terms) == (9000 + 4000, 2 * (9000 + 4000))

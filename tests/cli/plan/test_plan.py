@@ -8,7 +8,7 @@ import re
 import resource
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,11 @@ from ds_vertical.engine import machine_cache
 from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.model import hf
 from ds_vertical.planner import machine as profile
+from ds_vertical.planner import memory_budget, search
 from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.model_shape import ModelShape, Seconds
+from ds_vertical.planner.search import PlanError
 from ds_vertical.types import Tier
 
 SHAPES = ROOT / "configs" / "models"
@@ -377,6 +379,27 @@ def test_175b_is_planned_in_under_ten_seconds(clip: str) -> None:
     subprocess.run([*command, "--machine", "a100_server", "--clip", clip], check=True, capture_output=True, timeout=120)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
+
+
+@pytest.mark.parametrize("host_memory", ["120G", "64G"])
+def test_175b_fits_one_card_of_24_gb(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, host_memory: str
+) -> None:
+    """By the memory of its leanest setting, which fetches no layer ahead; the slow test below makes the plan."""
+    asked: list[tuple[Any, ...]] = []
+
+    def note(*given: Any) -> None:
+        asked.append(given)
+        raise PlanError("asked")
+
+    monkeypatch.setattr("ds_vertical.cli.plan.command.choose", note)
+    options = ["--model", "gpt_175b", "--tokens-per-step", "65536", "--clip", "0", "--machine", "rtx4090_desktop"]
+    run(capsys, *options, "--host-memory", host_memory)
+    ((task, machine, limits),) = asked
+    further = (search._LIBRARIES, memory_budget.norm_copy(task.spec.largest_parameter, machine.one_memory))
+    lean = search._Search(task, machine, limits, further, window=0)
+    assert lean.fits()
+    assert not replace(lean, limits={**limits, Tier.DEVICE: 20e9}).fits()
 
 
 @pytest.mark.slow
