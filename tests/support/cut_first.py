@@ -97,8 +97,9 @@ class FirstTrials(Trials):
         except KeyboardInterrupt:
             pass
         except Exception as error:
-            cut.done = cut.done or f"{type(error).__name__}: {error}"
-            self.others.append(f"{cut}: {type(error).__name__}: {error}")
+            self._ended_otherwise(cut, error)
+        else:
+            self._came_to_an_end(cut)
         if engine.optimizer.live.failure is not None:
             self._is_torn(cut)
         elif engine.global_steps or len(self._pending) == _MOST:

@@ -201,8 +201,8 @@ class Trials:
 
     A step that was interrupted has been taken or not, as `global_steps` tells, and the run goes on with the next one; where the
     engine says that its state is torn, a new one starts over. `wrong`: what went on with other numbers, or broke; `torn`: where
-    the engine said so; `whole`: how many times the run went on; `others`: cut calls that raised something else than the
-    interrupt. Runs of one `make` and `steps` may share their `reference`.
+    the engine said so; `whole`: how many times the run went on; `others`: calls that raised something else than the interrupt
+    that a real signal makes. Runs of one `make` and `steps` may share their `reference`.
     """
 
     def __init__(self, folder: Path, make: Make, steps: Sequence[Any], reference: Reference | None = None) -> None:
@@ -265,8 +265,9 @@ class Trials:
             self._is_wrong(cut, error)
             return
         except Exception as error:
-            cut.done = cut.done or f"{type(error).__name__}: {error}"
-            self.others.append(f"{cut}: {type(error).__name__}: {error}")
+            self._ended_otherwise(cut, error)
+        else:
+            self._came_to_an_end(cut)
         try:
             self._go_on(2)
             self._check_around(model)
@@ -276,6 +277,17 @@ class Trials:
             self._drop()
         except Exception as error:
             self._is_wrong(cut, error)
+
+    def _ended_otherwise(self, cut: Any, error: Exception) -> None:
+        """The call that was interrupted has raised something else. Of a real signal that is told alone: where it comes in C,
+        the library says so in its own words."""
+        (self.wrong if isinstance(cut, Cut) else self.others).append(f"{cut}: {type(error).__name__}: {error}")
+        cut.done = cut.done or f"{type(error).__name__}: {error}"
+
+    def _came_to_an_end(self, cut: Any) -> None:
+        """The call has raised nothing, which it must not where it was interrupted."""
+        if isinstance(cut, Cut) and cut.done:
+            self.wrong.append(f"{cut}: nobody heard of the interrupt")
 
     def _check_around(self, model: nn.Module) -> None:
         around = surroundings(model)
