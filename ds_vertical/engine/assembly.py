@@ -39,7 +39,7 @@ from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts, SumP
 from ds_vertical.offload.kept_store import KeptStore
 from ds_vertical.offload.param_shards import ShardFiles
 from ds_vertical.offload.param_store import ParamSettings, ParamStore
-from ds_vertical.offload.tensor_swapper import MOVED_REMEDY, HostMemory, TensorSwapper
+from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper, moved_remedy
 from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.memory_budget import BudgetItem, layer_buffers
 from ds_vertical.schedule.activations import LOOK_AHEAD
@@ -258,9 +258,10 @@ class Assembly:
             stripes.spread_file(path, sys.maxsize)  # it grows
         most_loads = (LOOK_AHEAD + 1) * (2 if max(map(len, layers.layers)) == 1 else 3)  # inputs, blocks' inputs, gradients
         store = ActivationStore(TensorSwapper(path, self._new_queue, _HOST_MEMORY, self._device, most_loads, host_limit))
+        fewer = "fewer gradient_accumulation_steps"
         if self.elastic is not None:
-            fewer = f'"vertical_schedule.elastic.max_micro_batches" (now {self.elastic.most})'
-            store.swapper.host_tier.remedy = lambda: f"write a smaller {fewer}, or {MOVED_REMEDY}"
+            fewer = f'a smaller "vertical_schedule.elastic.max_micro_batches" (now {self.elastic.most})'
+        store.swapper.host_tier.remedy = partial(moved_remedy, fewer, folder is not None and shares[Tier.SSD] < 1)
         return store
 
     def open_keeping(
@@ -296,7 +297,7 @@ class Assembly:
         tiers = {tier for tier, share in settings.kept_shares.items() if share}
         limit = host_limit if one_memory else None
         if self.layers.num_layers < 2 or not tiers - {Tier.DEVICE, Tier.HOST if one_memory else Tier.DEVICE}:
-            return KeptStore(None, limit, gives_up, settings.keep)
+            return KeptStore(None, limit, gives_up, settings.keep, folder is not None)
         path = folder / "kept" / f"kept{ranks.rank()}.bin" if Tier.SSD in tiers and folder is not None else None
         if path is not None:
             stripes.spread_file(path, sys.maxsize)  # it grows
@@ -305,7 +306,7 @@ class Assembly:
         host_tier.what = "vertical_schedule.activations.keep: {held} bytes of host memory hold what is kept for the backward"
         if activations is not None:
             host_tier.beside, activations.swapper.host_tier.beside = activations.swapper.host_tier, host_tier
-        store = KeptStore(swapper, limit, gives_up, settings.keep)
+        store = KeptStore(swapper, limit, gives_up, settings.keep, folder is not None and settings.kept_shares[Tier.SSD] < 1)
         host_tier.remedy = store.remedy
         return store
 

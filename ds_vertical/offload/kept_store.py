@@ -30,13 +30,8 @@ from ds_vertical.schedule.events import Cell, Event, Op
 from ds_vertical.schedule.executor import Handler
 from ds_vertical.types import BELOW, ActivationPolicy, Tier
 
-ONE_CELL_REMEDY = (
-    'write a smaller train_micro_batch_size_per_gpu, "keep": "free" or "none", or, where it is set, a larger'
-    ' "vertical_schedule.host_memory_bytes"'
-)
-_KEEP_LESS = (
-    '"keep": "products" or "none", "keep_device": "ssd", or, where it is set, a larger "vertical_schedule.host_memory_bytes"'
-)
+_MORE_MEMORY = 'where it is set, a larger "vertical_schedule.host_memory_bytes"'
+ONE_CELL_REMEDY = f'write a smaller train_micro_batch_size_per_gpu, "keep": "free" or "none", or, {_MORE_MEMORY}'
 _KEY = "vertical_schedule.activations.keep"
 
 
@@ -93,8 +88,8 @@ class KeptStore:
     """Where the kept values of each cell are. `swapper`: moves them; None where none leave the device.
 
     `device_limit`: bytes that they may take on the device; None: any number. `gives_up`: a cell for which there is no room
-    keeps nothing. `policy`: the JSON's, for messages. `resting`: of the step under way, or of the last one, the cells and bytes
-    that each tier has held.
+    keeps nothing. `policy`: the JSON's, for messages; `may_advise_ssd`: whether they may name the SSD. `resting`: of the step
+    under way, or of the last one, the cells and bytes that each tier has held.
     """
 
     def __init__(
@@ -103,11 +98,13 @@ class KeptStore:
         device_limit: int | None,
         gives_up: bool = False,
         policy: ActivationPolicy = "everything",
+        may_advise_ssd: bool = False,
     ) -> None:
         self.swapper = swapper
         self.device_limit = device_limit
         self.gives_up = gives_up
         self._policy: ActivationPolicy = policy
+        self._may_advise_ssd = may_advise_ssd
         self.listener: Callable[[Cell, BoundaryTensors], None] | None = None  # hears of each cell's forward
         self.growth: Growth | None = None  # None: all steps have as many micro-batches as the first one
         self.most_bytes = 0  # of one cell, so far
@@ -156,11 +153,8 @@ class KeptStore:
 
     def _place(self, cell: Cell, kept: int, boundary: BoundaryTensors) -> None:
         """Count a cell that keeps so many bytes. Raises MemoryBudgetError, see `note`."""
-        if self.device_limit is not None and kept > self.device_limit and not self.gives_up:
-            raise MemoryBudgetError(
-                f'{_KEY}: got "{self._policy}"; of one micro-batch one layer keeps {kept} bytes in host memory, which is the'
-                f" device's, and the memory budget (see the start) leaves {self.device_limit}; {ONE_CELL_REMEDY}"
-            )
+        if not self.gives_up:
+            self._check_one_cell(kept, self.device_limit)
         held = sum(self._on_device.values()) + kept
         if self.device_limit is not None and held > self.device_limit and self.gives_up:
             boundary.forget_kept(cell[0])
@@ -174,12 +168,21 @@ class KeptStore:
                 f" {self.device_limit}; {self.remedy()}"
             )
 
+    def _check_one_cell(self, kept: int, limit: int | None) -> None:
+        """Raises MemoryBudgetError where there is no room in host memory for what a single cell keeps, whatever M is."""
+        if limit is not None and kept > limit:
+            raise MemoryBudgetError(
+                f'{_KEY}: got "{self._policy}"; of one micro-batch one layer keeps {kept} bytes in host memory, and the memory'
+                f" budget (see the start) leaves {limit}; {ONE_CELL_REMEDY}"
+            )
+
     def remedy(self) -> str:
         """What to write where there is no room for the cells of a step."""
         fewer = "fewer gradient_accumulation_steps"
         if self.growth is not None:
             fewer = self.growth.remedy(max(self.most_bytes, self._most_moved))
-        return f"write {fewer}, {_KEEP_LESS}"
+        on_ssd = '"keep_device": "ssd", ' if self._may_advise_ssd else ""
+        return f'write {fewer}, "keep": "{BELOW[self._policy]}" or "none" (now "{self._policy}"), {on_ssd}or, {_MORE_MEMORY}'
 
     @property
     def _rest_less(self) -> str:
@@ -199,6 +202,8 @@ class KeptStore:
         values = [value for value in boundary.kept(cell[0]) if _is_movable(value)]
         if not values:
             return None
+        if self._tiers[cell] is Tier.HOST and not self.gives_up:
+            self._check_one_cell(sum(value.num_bytes for value in values), self.swapper.host_tier.limit)
         try:
             swapped = self.swapper.put([_bytes(value) for value in values], self._tiers[cell])
         except (MemoryBudgetError, StorageError) as error:

@@ -33,11 +33,16 @@ _PAGE_BYTES = 4096
 _GROWTH_BYTES = 1 << 20  # a file grows by multiples of it
 _NUM_SAVES = 3  # buffers on their way out: one is filled while two are written
 
-MOVED_REMEDY = (
-    'write fewer gradient_accumulation_steps, a smaller "share" (or "host_share"), "device": "ssd", or, where it is set,'
-    ' a larger "vertical_schedule.host_memory_bytes"'
-)
 Land = Callable[[], Sequence[torch.Tensor]]
+
+
+def moved_remedy(fewer: str = "fewer gradient_accumulation_steps", may_advise_ssd: bool = False) -> str:
+    """What to write where host memory has no room for what passes between layers. `fewer`: how to have fewer micro-batches."""
+    on_ssd = '"device": "ssd", ' if may_advise_ssd else ""
+    return (
+        f'write {fewer}, a smaller "share" (or "host_share"), {on_ssd}or, where it is set,'
+        ' a larger "vertical_schedule.host_memory_bytes"'
+    )
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class HostTier:
 
     def __init__(self, memory: HostMemory, limit: int | None, kept: Collection[SwappedTensor]) -> None:
         self.limit = limit
-        self.remedy: Callable[[], str] = lambda: MOVED_REMEDY
+        self.remedy: Callable[[], str] = moved_remedy
         self.beside: HostTier | None = None
         self.settle: Callable[[], None] = nothing_to_wait_for
         self._memory = memory

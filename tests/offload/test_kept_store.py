@@ -22,7 +22,7 @@ from ds_vertical.io import files
 from ds_vertical.model.kept.slots import KeptStorage, Slots, unpack
 from ds_vertical.offload.kept_store import Growth, KeptStore
 from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
-from ds_vertical.types import Tier
+from ds_vertical.types import HOLDING, Tier
 
 CELL = (0, 0)
 SIZE = 4096
@@ -67,6 +67,28 @@ def test_where_the_ssd_is_full_a_policy_that_keeps_less_is_advised(tmp_path: Pat
     with on_ssd(tmp_path) as store, pytest.raises(StorageError, match=told):
         store.save(CELL, boundary)
     assert len(nodes) == 3 and all(value.in_memory and value.storage.nbytes() == 4 * SIZE for value in values)
+
+
+def test_what_is_advised_where_memory_is_full_changes_something() -> None:
+    products, everything = (KeptStore(None, 0, policy=policy, may_advise_ssd=policy == "everything") for policy in HOLDING)
+    assert '"keep": "free" or "none" (now "products"), or, where' in products.remedy()
+    assert '"keep": "products" or "none" (now "everything"), "keep_device": "ssd", or, where' in everything.remedy()
+
+
+def test_host_memory_without_room_for_one_cell_is_told_so(tmp_path: Path) -> None:
+    """With fewer micro-batches there is none, either."""
+    values, _, _ = settled()
+    boundary: Any = SimpleNamespace(kept=lambda layer: values)
+    told = (
+        rf'keep: got "everything"; of one micro-batch one layer keeps {8 * SIZE} bytes .* leaves 8192; write a smaller train_'
+    )
+    with on_ssd(tmp_path) as store:
+        assert store.swapper is not None
+        store.swapper.host_tier.limit = 8192
+        store.open_step({CELL: Tier.HOST})
+        with pytest.raises(MemoryBudgetError, match=told):
+            store.save(CELL, boundary)
+        assert store.num_bytes["host"] == store.num_bytes["ssd"] == 0 and all(value.in_memory for value in values)
 
 
 def test_memory_that_somebody_has_taken_hold_of_since_stays(tmp_path: Path) -> None:
