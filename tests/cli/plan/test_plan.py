@@ -445,6 +445,22 @@ def test_advice_for_175b_on_a_small_host_is_true(capsys: pytest.CaptureFixture[s
     planned(capsys, *options, "--host-memory", f"{40 + int(found[1])}G")
 
 
+@pytest.mark.slow
+def test_all_advice_on_a_small_device_is_true(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def on(device_bytes: float) -> str:
+        shipped = json.loads((Path(profile.__file__).parent / "machines" / "rtx4090_desktop.json").read_text())
+        file = tmp_path / f"{device_bytes}.json"
+        file.write_text(json.dumps(shipped | {"capacity": shipped["capacity"] | {"device_bytes": device_bytes}}))
+        return str(file)
+
+    options = ["--model", "llama_3_8b", "--clip", "0"]
+    status, _, err = run(capsys, *options, "--tokens-per-step", "16384", "--machine", on(8.5e9))
+    advice = re.search(r"device memory: \d+ MiB short.*\(--tokens-per-step (\d+)\) or (\d+) GB more device memory", err)
+    assert status == 1 and advice is not None, err
+    planned(capsys, *options, "--tokens-per-step", advice[1], "--machine", on(8.5e9))
+    planned(capsys, *options, "--tokens-per-step", "16384", "--machine", on(8.5e9 + 1e9 * int(advice[2])))
+
+
 def test_what_does_not_fit_is_refused_and_never_timed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
