@@ -82,7 +82,7 @@ class PlainOrder:
 
         with contextlib.ExitStack() as stack:
             stack.callback(self._saved.close)
-            stack.callback(self._release)
+            stack.push(_unless_interrupted(self._release))
             for number, layer in ((block, index) for index, blocks in enumerate(self._layers.layers) for block in blocks):
                 module = self._layers.blocks[number].module
                 stack.enter_context(calls_through(module, partial(self._call, number, layer, note_output)))
@@ -92,7 +92,7 @@ class PlainOrder:
                         stack.callback(param.register_post_accumulate_grad_hook(note).remove)
             for unit in self._layers.outside.units:
                 ticket = self._params.fetch(unit)
-                stack.callback(self._params.release, unit)
+                stack.push(_unless_interrupted(partial(self._params.release, unit)))
                 ticket.wait()
             yield self
 
@@ -168,6 +168,17 @@ class PlainOrder:
         param, size, stride, offset = packed
         self._need(self._unit_of[id(param)])
         return param.data.as_strided(size, stride, param.data.storage_offset() + offset)
+
+
+def _unless_interrupted(release: Callable[[], None]) -> Callable[..., None]:
+    """For an exit stack. Behind an interrupt, which may have cut the gather of what would be released, nothing is released: the
+    step that it ends has the store give up everything, whatever state that is in."""
+
+    def leave(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, Exception):
+            release()
+
+    return leave
 
 
 class _Saved:
