@@ -7,7 +7,8 @@
 - All W ranks are the *world*. Each owns 1/W of the weights, gradients and state, as DeepSpeed lays it out.
 
 The section's `levels.ranks_per_node` is w, and DeepSpeed's `zero_hpz_partition_size` likewise: to users a "node" is what shares
-a copy. Where `levels.gradients` says nothing g is w. `planner.network` has the ranks of a host beside these two.
+a copy. Where `levels.gradients` says nothing g is the ranks of a host, or w on one host alone (`LevelSettings.sum_ranks`).
+`planner.network` has the ranks of a host beside these two.
 
 w divides g, and g divides W. A hop of a collective is among the ranks that differ in one of the three numbers alone: a
 (`Level.PAIR`, w ranks), b (`Level.NODE`, g/w ranks) or c (`Level.WORLD`, W/g ranks).
