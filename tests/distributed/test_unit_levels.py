@@ -4,6 +4,7 @@ Training over levels is in test_levels_engine.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,6 +77,29 @@ def test_ranks_that_make_no_such_nodes_are_refused(hosts: list[str], size: int, 
     with pytest.raises(ConfigError) as caught:
         topology_on(hosts, LevelSettings(size))
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "settings", "key"),
+    [
+        ([A] * 3 + [B] * 3, LevelSettings(2), "ranks_per_node"),
+        ([A] * 6 + [B] * 6, LevelSettings(4, gradients=6), "ranks_per_node"),
+        ([A] * 4 + [B] * 4, LevelSettings(2, gradients=3), "gradients"),
+        ([A] * 4 + [B] * 4, LevelSettings(2, gradients=1), "gradients"),
+        ([A] * 4, LevelSettings(4, gradients=2), "gradients"),
+    ],
+)
+def test_whoever_follows_a_refusal_is_not_refused_again(hosts: list[str], settings: LevelSettings, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        topology_on(hosts, settings)
+    told = str(caught.value)
+    assert f"levels.{key}" in told.partition(": got")[0]
+    advised = told.rpartition("write one of ")[2].split(", ")
+    assert len(advised) > 1
+    for number in advised:
+        followed = replace(settings, **{key: None if number == "null" else int(number)})
+        assert followed.are_on or followed.gradients is None, "which is refused without levels"
+        topology_on(hosts, followed)
 
 
 # ---- in which order a unit's collectives are issued
