@@ -25,6 +25,7 @@ _MOVED: Final[Mapping[str, tuple[str, object]]] = {
     "zero_quantized_weights": ("quantized_weights", False),
     "zero_quantized_gradients": ("quantized_gradients", False),
 }
+_QUANTIZED_BY_ZERO_INIT: Final = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
 # By the type of the value for "off": what reads a value as DeepSpeed does, what a value must be, and an example
 _READERS: Final[Mapping[type, tuple[TypeAdapter[Any], str, str]]] = {
     int: (TypeAdapter(Annotated[int, Field(ge=0)]), "an integer >= 1", "2"),
@@ -95,18 +96,25 @@ def levels_faults(levels: Levels) -> list[str]:
     return faults
 
 
-def stock_levels_faults(config: Mapping[str, object]) -> list[str]:
+def stock_levels_faults(config: Mapping[str, object], device: str | None) -> list[str]:
     """What the stock arm would fail on with words of its own: hpZ puts its second copy where parameters rest, and that must be
-    memory."""
+    memory; weights are quantised by kernels that the CPU has not. `device`: what the ranks compute on; None: nobody knows."""
     zero = config.get(_ZERO)
     if not isinstance(zero, Mapping):
         return []
+    faults = [
+        f"{_ZERO}.{key}: got {show(zero[key])} in the stock arm on the CPU, for which DeepSpeed has no kernels that quantise:"
+        " zero.Init fails; remove it"
+        for key in _QUANTIZED_BY_ZERO_INIT
+        if device == "cpu" and _value(zero.get(key), False)
+    ]
     size, param = _value(zero.get("zero_hpz_partition_size"), 1), zero.get("offload_param")
     on_ssd = isinstance(param, Mapping) and param.get("device") == OFFLOAD_DEVICES[Tier.SSD]
     if not on_ssd or not isinstance(size, int) or size <= 1:
-        return []
+        return faults
     return [
+        *faults,
         f"{PARTITION_SIZE}: got {size} with {_ZERO}.offload_param.device {show(OFFLOAD_DEVICES[Tier.SSD])} in the stock arm, in"
         f' which DeepSpeed makes its second copy on that device, and fails; write {_ZERO}.offload_param.device "cpu", or'
-        f" remove {PARTITION_SIZE}"
+        f" remove {PARTITION_SIZE}",
     ]

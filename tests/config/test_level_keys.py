@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
 
 from ds_vertical.config.cross_check import check
 from ds_vertical.config.levels import move_levels
@@ -126,3 +127,14 @@ def test_the_stock_arm_with_hpz_on_ssd_is_refused_where_deepspeed_would_fail() -
     assert fault.startswith("zero_optimization.zero_hpz_partition_size: got 2 with zero_optimization.offload_param.device")
     config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     assert check(config, VerticalConfig(enabled=False)) == []
+
+
+@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
+def test_the_stock_arm_with_quantised_weights_is_refused_on_the_cpu_where_zero_init_fails(key: str) -> None:
+    config = changed({key: True})
+    assert check(config, VerticalConfig(enabled=False), "cuda:0") == check(config, VerticalConfig(enabled=False)) == []
+    with pytest.raises(ConfigError, match=f"^zero_optimization.{key}: got true in the stock arm on the CPU.*; remove it$"):
+        check(config, VerticalConfig(enabled=False), "cpu")
+    with pytest.raises(ValueError, match="not been implemented on CPU"):  # as DeepSpeed would say it
+        CUDAQuantizer()
+    assert check(changed({key: False}), VerticalConfig(enabled=False), "cpu") == []
