@@ -221,7 +221,7 @@ class LevelSettings:
     """Collectives over two levels: the ranks of a node, and the nodes. `ranks_per_node`: those that share a copy of the
     weights; 1: there is one level. `quantized_weights`: weights cross the link as INT8, `quantized_gradients`: gradients in
     `gradient_bits` (within a node, across; None: as they are), each in blocks of `block` elements with a scale of their own.
-    `gradients`: ranks that add their gradients before these cross the link (None: those of a node). `copy_share`: of the units
+    `gradients`: ranks that add their gradients before these cross the link (None: see `sum_ranks`). `copy_share`: of the units
     that are fetched again in the backward, those whose copy the node keeps (None: all), on the device with
     `copy_on_device`."""
 
@@ -238,6 +238,14 @@ class LevelSettings:
     def are_on(self) -> bool:
         """Whether there are two levels."""
         return self.ranks_per_node > 1
+
+    def sum_ranks(self, num_hosts: int, per_host: int) -> int:
+        """`gradients`, where these ranks are on `num_hosts` hosts, `per_host` on each. None is all ranks of a host: a gradient
+        then crosses the slow link once for a host, and not once for each copy that the host has. On one host no link is slow;
+        there, and with one level, None is `ranks_per_node`."""
+        if self.gradients is not None:
+            return self.gradients
+        return per_host if self.are_on and num_hosts > 1 else self.ranks_per_node
 
     @property
     def share(self) -> float | None:

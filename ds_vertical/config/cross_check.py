@@ -124,15 +124,15 @@ _OBJECTS = (
 )
 
 
-def check(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
+def check(config: Mapping[str, object], section: VerticalConfig, device: str | None = None) -> list[str]:
     """Cross-check an enabled section against the rest of the JSON; where it is disabled, only what stock fails on with words
-    that do not help.
+    that do not help. `device`: what the ranks compute on, as DeepSpeed names it; None: nobody knows.
 
     Supported: ZeRO stage 3; parameters on nvme, cpu or none; optimizer state on nvme or cpu, stepped on the host by
     DeepSpeed's CPU Adam; data parallelism. Returns warnings (JSON path first). Raises ConfigError with every fault.
     """
     if not section.enabled:
-        if faults := stock_levels_faults(config):
+        if faults := stock_levels_faults(config, device):
             raise ConfigError("\n".join(faults))
         return []
     faults = _object_faults(config)

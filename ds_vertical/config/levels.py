@@ -7,7 +7,9 @@ zero.Init must make plain partitions, so `prepare` moves them into the section.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Annotated, Any, Final
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from ds_vertical.config.file import DeepSpeedJson
 from ds_vertical.config.section import SECTION, Levels, show
@@ -23,18 +25,26 @@ _MOVED: Final[Mapping[str, tuple[str, object]]] = {
     "zero_quantized_weights": ("quantized_weights", False),
     "zero_quantized_gradients": ("quantized_gradients", False),
 }
-_WORDS: Final = {"true": True, "false": False, "1": True, "0": False}  # a flag as DeepSpeed reads it, written as a string
+_QUANTIZED_BY_ZERO_INIT: Final = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
+# By the type of the value for "off": what reads a value as DeepSpeed does, what a value must be, and an example
+_READERS: Final[Mapping[type, tuple[TypeAdapter[Any], str, str]]] = {
+    int: (TypeAdapter(Annotated[int, Field(ge=0)]), "an integer >= 1", "2"),
+    bool: (TypeAdapter(bool), "true or false", "true"),
+}
 
 
 def move_levels(config: Mapping[str, object]) -> DeepSpeedJson:
     """A shallow copy of a whole configuration, with the section on top, in which the section says what DeepSpeed's keys of
-    ZeRO++ have said, and these are gone. Raises ConfigError where both say something, and not the same."""
+    ZeRO++ have said, and these are gone. Raises ConfigError for values that DeepSpeed refuses, and where both say something,
+    and not the same."""
     zero, section = config.get(_ZERO), config.get(SECTION)
     if not isinstance(zero, Mapping) or not isinstance(section, Mapping) or not any(key in zero for key in _MOVED):
         return dict(config)
     levels = section.get("levels", {})
     if not isinstance(levels, Mapping):
         return dict(config)  # which `load_section` refuses
+    if faults := _value_faults(zero):
+        raise ConfigError("\n".join(faults))
     moved = dict(levels)
     for key, (name, off) in _MOVED.items():
         value = _value(zero.get(key), off)
@@ -49,13 +59,24 @@ def move_levels(config: Mapping[str, object]) -> DeepSpeedJson:
     return {**config, _ZERO: kept, SECTION: {**section, "levels": moved} if moved else section}
 
 
+def _value_faults(zero: Mapping[object, object]) -> list[str]:
+    """The values of DeepSpeed's keys that it refuses."""
+    faults = []
+    for key, (_, off) in _MOVED.items():
+        if _value(written := zero.get(key), off) is None:
+            _, need, example = _READERS[type(off)]
+            faults.append(f"{_ZERO}.{key}: got {show(written)}; need {need}; write e.g. {example}, or remove it")
+    return faults
+
+
 def _value(written: object, off: object) -> object:
-    """What DeepSpeed makes of a value; a value that it refuses comes back as it is."""
+    """What DeepSpeed makes of a value; None where it refuses it."""
     if written is None or written == "auto":
         return off
-    if isinstance(off, bool):
-        return _WORDS.get(str(written).lower(), written)
-    return int(written) if isinstance(written, str) and written.isdecimal() else written or off
+    try:
+        return _READERS[type(off)][0].validate_python(written) or off
+    except ValidationError:
+        return None
 
 
 def levels_faults(levels: Levels) -> list[str]:
@@ -75,18 +96,25 @@ def levels_faults(levels: Levels) -> list[str]:
     return faults
 
 
-def stock_levels_faults(config: Mapping[str, object]) -> list[str]:
+def stock_levels_faults(config: Mapping[str, object], device: str | None) -> list[str]:
     """What the stock arm would fail on with words of its own: hpZ puts its second copy where parameters rest, and that must be
-    memory."""
+    memory; weights are quantised by kernels that the CPU has not. `device`: what the ranks compute on; None: nobody knows."""
     zero = config.get(_ZERO)
     if not isinstance(zero, Mapping):
         return []
+    faults = [
+        f"{_ZERO}.{key}: got {show(zero[key])} in the stock arm on the CPU, for which DeepSpeed has no kernels that quantise:"
+        " zero.Init fails; remove it"
+        for key in _QUANTIZED_BY_ZERO_INIT
+        if device == "cpu" and _value(zero.get(key), False)
+    ]
     size, param = _value(zero.get("zero_hpz_partition_size"), 1), zero.get("offload_param")
     on_ssd = isinstance(param, Mapping) and param.get("device") == OFFLOAD_DEVICES[Tier.SSD]
     if not on_ssd or not isinstance(size, int) or size <= 1:
-        return []
+        return faults
     return [
+        *faults,
         f"{PARTITION_SIZE}: got {size} with {_ZERO}.offload_param.device {show(OFFLOAD_DEVICES[Tier.SSD])} in the stock arm, in"
         f' which DeepSpeed makes its second copy on that device, and fails; write {_ZERO}.offload_param.device "cpu", or'
-        f" remove {PARTITION_SIZE}"
+        f" remove {PARTITION_SIZE}",
     ]

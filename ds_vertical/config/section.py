@@ -77,7 +77,8 @@ class Levels(BaseModel):
     quantized_gradients: bool = False
     """Whether gradients travel quantised. `prepare` moves `zero_optimization.zero_quantized_gradients` here."""
     gradients: Annotated[int, Field(ge=1)] | None = None
-    """Ranks that add their gradients before these cross the link: a multiple of the ranks of a node. Null: those of a node."""
+    """Ranks that add their gradients before these cross the link: a multiple of the ranks of a node. Null: those of a host,
+    where there are several hosts; else those of a node."""
     copy_share: Annotated[float, Field(ge=0, le=1)] | None = None
     """Of the units that are fetched again in the backward, the share whose copy a node keeps in host memory. Null: as
     much as it has room for."""

@@ -7,7 +7,8 @@
 - All W ranks are the *world*. Each owns 1/W of the weights, gradients and state, as DeepSpeed lays it out.
 
 The section's `levels.ranks_per_node` is w, and DeepSpeed's `zero_hpz_partition_size` likewise: to users a "node" is what shares
-a copy. Where `levels.gradients` says nothing g is w. `planner.network` has the ranks of a host beside these two.
+a copy. Where `levels.gradients` says nothing g is the ranks of a host, or w on one host alone (`LevelSettings.sum_ranks`).
+`planner.network` has the ranks of a host beside these two.
 
 w divides g, and g divides W. A hop of a collective is among the ranks that differ in one of the three numbers alone: a
 (`Level.PAIR`, w ranks), b (`Level.NODE`, g/w ranks) or c (`Level.WORLD`, W/g ranks).
@@ -123,15 +124,30 @@ def topology_of(hosts: Sequence[str], pair: int | None = None, node: int | None 
             f"{asked}: hosts need equal numbers of ranks, but {named}; give all hosts the same slots= in the hostfile"
         )
     per_host = len(hosts) // len(ranks)
-    fitting = [n for n in range(1, len(hosts) + 1) if not len(hosts) % n and (not per_host % n or not n % per_host)]
-    for key, number in ((PAIR_KEY, pair), (_NODE_KEY, node)):
-        if number is not None and number not in fitting:
-            raise ConfigError(
-                f"{key}: got {number}, which does not divide the ranks ({named}); write one of {', '.join(map(str, fitting))}"
-            )
+    _refuse_numbers(len(hosts), per_host, pair, node, named)
     pair = pair or min(per_host, node or per_host)
     node = node or max(per_host, pair)
     return Topology(world=len(hosts), node=node, pair=pair)
+
+
+def _refuse_numbers(world: int, per_host: int, pair: int | None, node: int | None, named: str) -> None:
+    """Raise ConfigError for a w or a g that the ranks of the hosts do not have. Each number that it advises is one that
+    `unit_levels.topology_on` takes: w and g of more ranks than a host has are for `topology_of` alone."""
+    fitting = [n for n in range(1, world + 1) if not world % n and (not per_host % n or not n % per_host)]
+    advised = [n for n in fitting if n <= per_host]
+    if pair is not None and pair not in fitting:
+        beside = [n for n in advised if n > 1 and not node % n] if node is not None else []  # with 1 there may be no g
+        raise ConfigError(
+            f"{PAIR_KEY}: got {pair}, which does not divide the ranks of a host ({named}); write one of"
+            f" {', '.join(map(str, beside or advised))}"
+        )
+    if node is not None and (node not in fitting or node % (pair or 1)):
+        multiples = [str(n) for n in advised if not n % (pair or 1)]
+        beside_pair = "" if pair is None else f"{PAIR_KEY} {pair} and "
+        raise ConfigError(
+            f"{_NODE_KEY}: got {node}, which does not fit {beside_pair}the ranks of a host ({named}); write one of"
+            f" {', '.join([*multiples, 'null'])}"
+        )
 
 
 def _named(ranks: Mapping[str, Sequence[int]]) -> str:

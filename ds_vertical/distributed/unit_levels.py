@@ -8,7 +8,7 @@ Parameters of different dtypes go apart. See `schedule.levels`, [Note: levels], 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -47,9 +47,7 @@ def topology_on(hosts: Sequence[str], settings: LevelSettings) -> Topology:
             " node, the same on all nodes"
         )
     split = [hosts[first : first + size] for first in range(0, len(hosts), size)]
-    topology_of(
-        hosts, pair=size, node=settings.gradients
-    )  # refuses hosts that are interleaved, or have unequal numbers of ranks
+    found = topology_of(hosts, pair=size, node=settings.gradients)
     mixed = next((number for number, node in enumerate(split) if len(set(node)) > 1), None)
     if mixed is not None:
         told = ", ".join(f"rank {mixed * size + number} on {host.split()[0]}" for number, host in enumerate(split[mixed]))
@@ -57,7 +55,8 @@ def topology_on(hosts: Sequence[str], settings: LevelSettings) -> Topology:
             f"{PAIR_KEY}: got {size}, by which a node is not on one host: {told}; give each host as many ranks as the others,"
             f" {size} or a multiple of it, one host after the other in the hostfile, or write 1"
         )
-    return topology_of([str(rank // size) for rank in range(len(hosts))], pair=size, node=settings.gradients or size)
+    num_hosts = len(set(hosts))
+    return replace(found, node=settings.sum_ranks(num_hosts, len(hosts) // num_hosts))
 
 
 def refuse_levels(settings: RunSettings) -> None:

@@ -211,7 +211,7 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     preflight.check_process(nvme_paths(raw))
     section = load_section(raw)
     if section is not None:
-        check(raw, section)
+        check(raw, section, accelerator.device_name())
         if section.enabled:
             refuse_float64()  # before zero.Init writes parameters
         refuse_levels(resolved := resolve(section))

@@ -95,18 +95,19 @@ def network_of(settings: LevelSettings, hosts: Sequence[str]) -> Network | None:
     per_host = set(Counter(hosts).values())
     if len(hosts) == 1 or len(per_host) > 1:
         return None
+    num_hosts, ranks_per_host = len({*hosts}), per_host.pop()
     scale = _BLOCK_SCALE_BYTES / settings.block
     sums = [None if bits is None or not settings.quantized_gradients else bits / 8 + scale for bits in settings.gradient_bits]
     return Network(
-        num_nodes=len({*hosts}),
-        ranks_per_node=per_host.pop(),
+        num_nodes=num_hosts,
+        ranks_per_node=ranks_per_host,
         levels=settings.are_on,
         copy_share=1.0 if settings.share is None else settings.share,
         reduces_twice=accelerator.device_name() == "cpu",
         weight_bytes=1 + scale if settings.quantized_weights else None,
         gradient_bytes=(sums[0], sums[1]),
         copy_ranks=settings.ranks_per_node if settings.are_on else None,
-        sum_ranks=settings.gradients or settings.ranks_per_node if settings.are_on else None,
+        sum_ranks=settings.sum_ranks(num_hosts, ranks_per_host) if settings.are_on else None,
         stands=settings.copy_on_device,
     )
 

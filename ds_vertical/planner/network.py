@@ -277,10 +277,11 @@ class LevelChoice:
 
     @property
     def keys(self) -> dict[str, object]:
-        """The section's `levels`, without what they are by default."""
-        summed = {} if self.gradients == self.ranks_per_node else {"gradients": self.gradients}
+        """The section's `levels`, without the bits where nothing is rounded. `gradients` always stands there: its null depends
+        on the hosts of the run."""
         rounded = {name: True for name in ("quantized_weights", "quantized_gradients") if getattr(self, name)}
-        return {"ranks_per_node": self.ranks_per_node, "copy_share": self.copy_share, **summed, **rounded}
+        counts = {"ranks_per_node": self.ranks_per_node, "gradients": self.gradients}
+        return {**counts, "copy_share": self.copy_share, **rounded}
 
     @property
     def num_rounded(self) -> int:

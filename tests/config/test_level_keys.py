@@ -6,6 +6,8 @@ import copy
 from typing import Any
 
 import pytest
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
 
 from ds_vertical.config.cross_check import check
 from ds_vertical.config.levels import move_levels
@@ -59,6 +61,14 @@ def test_deepspeeds_keys_go_to_the_section_and_leave_plain_partitions_to_zero_in
     assert check(moved, load_section(moved)) == []  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("size", "flag"), [(2, True), ("2", "yes"), (2.0, 1), ("2.0", "on")])
+def test_values_mean_what_deepspeed_makes_of_them(size: Any, flag: Any) -> None:
+    zero = {"zero_hpz_partition_size": size, "zero_quantized_weights": flag}
+    read = DeepSpeedZeroConfig(**zero)
+    assert (read.zero_hpz_partition_size, read.zero_quantized_weights) == (2, True)
+    assert settings_of(changed(zero)) == LevelSettings(2, True)
+
+
 @pytest.mark.parametrize("off", [1, 0, None, "1", "auto"])
 def test_deepspeeds_values_for_off_leave_one_level(off: Any) -> None:
     assert settings_of(changed({"zero_hpz_partition_size": off, "zero_quantized_weights": False})) == LevelSettings()
@@ -79,8 +89,11 @@ def test_the_share_of_copies() -> None:
         ({}, {"gradient_bits": [8, 4]}, "vertical_schedule.levels.gradient_bits: got [8, 4] without"),
         ({}, {"copy_on_device": True}, "vertical_schedule.levels.copy_on_device: got true without"),
         ({"zero_hpz_partition_size": 2}, {"ranks_per_node": 4}, "vertical_schedule.levels.ranks_per_node: got 4 with"),
-        ({"zero_hpz_partition_size": "two"}, {}, 'vertical_schedule.levels.ranks_per_node: got "two"'),
-        ({"zero_hpz_partition_size": -2}, {}, "vertical_schedule.levels.ranks_per_node: got -2"),
+        ({"zero_hpz_partition_size": "two"}, {}, 'zero_optimization.zero_hpz_partition_size: got "two"'),
+        ({"zero_hpz_partition_size": -2}, {}, "zero_optimization.zero_hpz_partition_size: got -2; need an integer >= 1"),
+        ({"zero_hpz_partition_size": 2.5}, {}, "zero_optimization.zero_hpz_partition_size: got 2.5"),
+        ({"zero_hpz_partition_size": 2, "zero_quantized_weights": 2}, {}, "zero_optimization.zero_quantized_weights: got 2"),
+        ({"zero_quantized_gradients": "maybe"}, {}, 'zero_optimization.zero_quantized_gradients: got "maybe"; need true or'),
     ],
 )
 def test_each_refusal_names_path_and_value_and_what_to_write(zero: Any, levels: Any, told: str) -> None:
@@ -114,3 +127,14 @@ def test_the_stock_arm_with_hpz_on_ssd_is_refused_where_deepspeed_would_fail() -
     assert fault.startswith("zero_optimization.zero_hpz_partition_size: got 2 with zero_optimization.offload_param.device")
     config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     assert check(config, VerticalConfig(enabled=False)) == []
+
+
+@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
+def test_the_stock_arm_with_quantised_weights_is_refused_on_the_cpu_where_zero_init_fails(key: str) -> None:
+    config = changed({key: True})
+    assert check(config, VerticalConfig(enabled=False), "cuda:0") == check(config, VerticalConfig(enabled=False)) == []
+    with pytest.raises(ConfigError, match=f"^zero_optimization.{key}: got true in the stock arm on the CPU.*; remove it$"):
+        check(config, VerticalConfig(enabled=False), "cpu")
+    with pytest.raises(ValueError, match="not been implemented on CPU"):  # as DeepSpeed would say it
+        CUDAQuantizer()
+    assert check(changed({key: False}), VerticalConfig(enabled=False), "cpu") == []

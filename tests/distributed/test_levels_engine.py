@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -35,7 +36,12 @@ class Found:
     rank: int
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        return torch.load(self.folder / f"{name}.rank{self.rank}.pt", weights_only=True)
+        return _loaded(self.folder / f"{name}.rank{self.rank}.pt")
+
+
+@functools.lru_cache(maxsize=16)
+def _loaded(file: Path) -> dict[str, Any]:
+    return torch.load(file, weights_only=True)
 
 
 def command_of(folder: Path, runs: list[dict[str, Any]]) -> list[str]:
@@ -70,6 +76,7 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], toleran
 
 
 STANDING = {"copy_on_device": True}
+SET = ("embed.weight", "blocks.1.up.weight")  # by the worker
 AT_ONCE = {"section": {"optimizer_delay": 0.0}}  # no step is left to the next forward, which would need another copy
 
 
@@ -78,7 +85,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     folder = tmp_path_factory.mktemp("levels")
     traced = {"name": "copies", "levels": {}, "section": {"trace": str(folder / "trace")}}
     runs = [{"name": "flat"}, traced, {"name": "standing", "levels": STANDING, **AT_ONCE}]
-    return run_jobs(folder, runs, forked=True)
+    return run_jobs(folder, [run | {"sets": True} for run in runs], forked=True)
 
 
 def test_weights_and_gradients_are_those_of_one_level(trained: list[Found]) -> None:
@@ -90,6 +97,19 @@ def test_weights_and_gradients_are_those_of_one_level(trained: list[Found]) -> N
         for a, b in zip(flat["grads"], found["grads"], strict=True):
             assert_close(a, b)
         assert_close(flat["weights"], found["weights"])
+
+
+def test_state_is_read_and_set_over_levels_and_the_next_step_starts_from_it(trained: list[Found]) -> None:
+    """Each run has set the same parameters behind its first step, one in host memory and one on SSD, and has compared what it
+    then read with what it had set. The second step writes them to the weights, and to copies that stand."""
+    for rank in trained:
+        flat, kept, found = (rank[name] for name in ("flat", "copies", "standing"))
+        assert_close(flat["gave"], kept["gave"])
+        assert not differing(kept["gave"], found["gave"])
+        for each in (flat, kept, found):
+            raised = {name: each["weights"][name] / 1.25 for name in SET}
+            assert_close({name: each["gave"][name] for name in SET}, raised, tolerance=0.02)
+        assert kept["evaluated"] == found["evaluated"]
 
 
 def test_a_unit_crosses_the_link_once_where_its_copy_is_kept(trained: list[Found]) -> None:

@@ -76,11 +76,16 @@ REFUSED = {
         ["a x"] * 6 + ["b y"] * 6,
         4,
         None,
-        r"ranks_per_node\): got 4, which does not .*one of 1, 2, 3, 6, 12$",
+        r"ranks_per_node\): got 4, which does not .*one of 1, 2, 3, 6$",
     ),
     "zero": (["a x"] * 4, 0, None, r"ranks_per_node\): got 0, which does not"),
-    "node": (["a x"] * 4, None, 3, r"levels\.gradients: got 3, which does not .*one of 1, 2, 4$"),
-    "pair above node": (["a x"] * 4, 4, 2, r"ranks_per_node\): got 4, which does not divide the 2 ranks.*levels\.gradients"),
+    "node": (["a x"] * 4, None, 3, r"levels\.gradients: got 3, which does not .*one of 1, 2, 4, null$"),
+    "pair above node": (
+        ["a x"] * 4,
+        4,
+        2,
+        r"levels\.gradients: got 2, which does not fit .*_node\) 4 .*one of 4, null$",
+    ),
 }
 
 

@@ -4,17 +4,22 @@ Training over levels is in test_levels_engine.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from ds_vertical.config.resolve import resolve
+from ds_vertical.config.section import load_section
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.levels import Issued
 from ds_vertical.distributed.topology import Topology
 from ds_vertical.distributed.unit_levels import UnitLevels, topology_on
+from ds_vertical.engine.run_log import network_of
 from ds_vertical.errors import ConfigError
+from ds_vertical.planner.network import Network, level_choice, other_networks
 from ds_vertical.schedule.levels import Arrival
 from ds_vertical.types import LevelSettings
 
@@ -28,10 +33,29 @@ A, B = "a boot1", "b boot2"
         ([A, A, A, A], LevelSettings(2), Topology(4, 2, 2)),
         ([A, A, A, A, B, B, B, B], LevelSettings(2, gradients=4), Topology(8, 4, 2)),
         ([A, A], LevelSettings(2), Topology(2, 2, 2)),
+        ([A] * 4 + [B] * 4, LevelSettings(2), Topology(8, 4, 2)),  # null: the ranks of a host
+        ([A] * 8, LevelSettings(2), Topology(8, 2, 2)),  # which no slow link divides
+        ([A] * 4 + [B] * 4, LevelSettings(2, gradients=2), Topology(8, 2, 2)),
+        ([A] * 4 + [B] * 4, LevelSettings(2, gradients=8), Topology(8, 8, 2)),
+        ([A] * 4 + [B] * 4, LevelSettings(1), Topology(8, 1, 1)),  # one level
     ],
 )
 def test_neighbours_on_one_host_are_a_node(hosts: list[str], settings: LevelSettings, found: Topology) -> None:
     assert topology_on(hosts, settings) == found
+    network = network_of(settings, hosts)  # by which the bound and the simulator count
+    assert network is not None and network.levels == settings.are_on
+    assert not network.levels or (network.num_ranks, network.g, network.w) == (found.world, found.node, found.pair)
+
+
+@pytest.mark.parametrize("ranks_per_host", [2, 4, 6, 8])
+def test_the_keys_of_a_plan_make_the_topology_that_was_planned(ranks_per_host: int) -> None:
+    hosts = [f"host{rank // ranks_per_host} boot" for rank in range(3 * ranks_per_host)]
+    usual = Network(3, ranks_per_host, levels=True)
+    for planned in (usual, *other_networks(usual, "ranks")):
+        choice = level_choice(planned)
+        section = load_section({"vertical_schedule": {"levels": choice and choice.keys}})
+        assert section is not None
+        assert topology_on(hosts, resolve(section).levels) == Topology(planned.num_ranks, planned.g, planned.w)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +77,29 @@ def test_ranks_that_make_no_such_nodes_are_refused(hosts: list[str], size: int, 
     with pytest.raises(ConfigError) as caught:
         topology_on(hosts, LevelSettings(size))
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "settings", "key"),
+    [
+        ([A] * 3 + [B] * 3, LevelSettings(2), "ranks_per_node"),
+        ([A] * 6 + [B] * 6, LevelSettings(4, gradients=6), "ranks_per_node"),
+        ([A] * 4 + [B] * 4, LevelSettings(2, gradients=3), "gradients"),
+        ([A] * 4 + [B] * 4, LevelSettings(2, gradients=1), "gradients"),
+        ([A] * 4, LevelSettings(4, gradients=2), "gradients"),
+    ],
+)
+def test_whoever_follows_a_refusal_is_not_refused_again(hosts: list[str], settings: LevelSettings, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        topology_on(hosts, settings)
+    told = str(caught.value)
+    assert f"levels.{key}" in told.partition(": got")[0]
+    advised = told.rpartition("write one of ")[2].split(", ")
+    assert len(advised) > 1
+    for number in advised:
+        followed = replace(settings, **{key: None if number == "null" else int(number)})
+        assert followed.are_on or followed.gradients is None, "which is refused without levels"
+        topology_on(hosts, followed)
 
 
 # ---- in which order a unit's collectives are issued

@@ -456,6 +456,7 @@ def test_what_a_plan_says_of_levels_is_read_back() -> None:
     choice = Choice(1, 2, 1, 1, 0.0, True, Placement.of(), levels=chosen)
     again = json.loads(json.dumps(choice.to_json()))
     assert Choice.from_json(again) == choice
+    assert level_choice(LEVELS).keys == {"ranks_per_node": 2, "copy_share": 1.0, "gradients": 2}  # type: ignore[union-attr]
     assert "levels.gradients 4" in difference(replace(choice, levels=LevelChoice(2, 2, 0.5, True)), choice)
 
 

@@ -23,6 +23,12 @@ from unittest import mock
 import harness
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 from hops import act_in
 from rank_worker import SIZES, VOCAB, OddBlock, OddModel, OddScale, hear, poison
 
@@ -56,7 +62,7 @@ class ScaledModel(OddModel):
 class Job:
     """A run of some steps. `levels`: the section's; None: one level. `zero`: further keys of zero_optimization. `kind`: what
     is done besides training. `places`: of "params" and "optimizer" the device where it is not "nvme"; `persistence`: the
-    elements up to which a parameter stays on the device."""
+    elements up to which a parameter stays on the device. `sets`: state is set behind the first step (`set_state`)."""
 
     name: str
     levels: dict[str, Any] | None = None
@@ -70,6 +76,7 @@ class Job:
     places: dict[str, str] | None = None
     persistence: int = 0
     dtype: str = "fp32"
+    sets: bool = False
 
     def config(self, folder: Path) -> dict[str, Any]:
         """Blocks on SSD, embedding and head in host memory: they are a little smaller."""
@@ -100,19 +107,37 @@ class Job:
         return steps
 
 
+def set_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Changes the value and the first moment of a parameter in host memory and of one on SSD, by DeepSpeed's calls. Returns
+    what these gave before, and asserts that they give what was set."""
+    gave = {}
+    for name in ("embed.weight", "blocks.1.up.weight"):
+        param = model.get_parameter(name)
+        gave[name], moment = safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, "exp_avg")
+        gave[f"{name} exp_avg"], value, other = moment, gave[name] * 1.25, moment * 0.5
+        safe_set_full_fp32_param(param, value)
+        safe_set_full_optimizer_state(param, other, "exp_avg")
+        assert torch.equal(safe_get_full_fp32_param(param), value)
+        assert torch.equal(safe_get_full_optimizer_state(param, "exp_avg"), other)
+    return gave
+
+
 def train(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     """The steps, and an evaluation behind each."""
     evaluated: list[float] = []
     texts: list[str] = []
+    gave: dict[str, torch.Tensor] = {}
 
     def between(engine: Any, step: int) -> None:
+        if step == 0 and job.sets:
+            gave.update(set_state(engine.module))
         evaluated.append(engine.eval_batch(iter(job.batches(rank)[step])).item())
         texts.append(engine.ran.to_text())
 
     run = harness.run_arm(job.config(folder), partial(OddModel, "bf16"), job.batches(rank), vertical=True, between=between)
     run.state = harness.own_shares(run.state, run.weights, rank)
     run.grads = [harness.own_shares(grads, run.weights, rank) for grads in run.grads]
-    return vars(run) | {"evaluated": evaluated, "schedule": texts[-1]}
+    return vars(run) | {"evaluated": evaluated, "schedule": texts[-1], "gave": gave}
 
 
 def train_both_arms(job: Job, folder: Path, rank: int) -> dict[str, Any]:

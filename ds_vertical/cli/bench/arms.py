@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ds_vertical.cli.bench.machine_info import accelerator
 from ds_vertical.cli.common import JsonObject
 from ds_vertical.compat.stock_config import check_zero
 from ds_vertical.config.cross_check import check
@@ -157,6 +158,8 @@ def _check_arm(config: JsonObject, num_ranks: int) -> None:
     # The stock arm must pass as well: both train the same thing, and a file that cannot be the vertical arm's base
     # differs in more than transfer settings.
     check(config, section.model_copy(update={"enabled": True}))
+    if not section.enabled:
+        check(config, section, accelerator())
     if section.elastic is not None and section.elastic.counts is None:
         raise ConfigError(
             f"{SECTION}.elastic.counts: got null, with which the arms would not train on the same micro-batches; write the log"

@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from ds_vertical.cli.bench.machine_info import accelerator
 from ds_vertical.cli.common import JsonObject, first_line
 from ds_vertical.cli.doctor.check import CheckResult, Target, error, ok, split_fault, warning
 from ds_vertical.compat.stock_config import check_zero
@@ -21,7 +22,8 @@ _ZERO: Final = "zero_optimization"
 
 
 def refusals(case: Target) -> Iterator[CheckResult]:
-    """What `initialize` would refuse, in its own words, and what it would warn of."""
+    """What `prepare` and `initialize` would refuse in the arms that the JSON is to run in, in their words, and what they would
+    warn of."""
     if case.config_path is None:
         return
     try:
@@ -30,18 +32,20 @@ def refusals(case: Target) -> Iterator[CheckResult]:
     except ConfigError as failure:
         yield from (error(*split_fault(line)) for line in str(failure).splitlines())
         return
-    if "vertical" not in case.arms:
+    enabled = (section or load_section({SECTION: {}})).model_copy(update={"enabled": True})  # pyright: ignore
+    lines, faults = [], []
+    for arm in sorted(case.arms):
+        try:
+            lines += check(config, enabled.model_copy(update={"enabled": arm == "vertical"}), accelerator())
+        except ConfigError as failure:
+            faults += str(failure).splitlines()
+    yield from (error(*split_fault(line)) for line in faults)
+    yield from (warning(*split_fault(line)) for line in lines)
+    if not faults and "vertical" in case.arms:
+        yield ok(f"{case.config_path}: layer-major order, nothing that is refused")
+    elif not faults:
         state = f'no "{SECTION}": {{}}, which asks for layer-major order' if section is None else f"{SECTION} is not in force"
         yield ok(f"{case.config_path}: the stock arm ({state})")
-        return
-    enabled = (section or load_section({SECTION: {}})).model_copy(update={"enabled": True})  # pyright: ignore
-    try:
-        lines = check(config, enabled)
-    except ConfigError as failure:
-        yield from (error(*split_fault(line)) for line in str(failure).splitlines())
-        return
-    yield from (warning(*split_fault(line)) for line in lines)
-    yield ok(f"{case.config_path}: layer-major order, nothing that is refused")
 
 
 def launch(case: Target) -> Iterator[CheckResult]:

@@ -88,6 +88,17 @@ def test_set_reaches_both_arms_and_makes_the_objects_on_the_way(tmp_path: Path) 
         assert arm["vertical_schedule"]["seed"] == 3
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_deepspeed_alone_fails_on_is_refused_before_anything_runs(tmp_path: Path, enabled: bool) -> None:
+    section = {"vertical_schedule": {"enabled": enabled}}
+    arms(tmp_path, base=BASE | section)
+    hpz, int8 = "zero_optimization.zero_hpz_partition_size", "zero_optimization.zero_quantized_weights"
+    with pytest.raises(ConfigError, match=f"base.json: {hpz}: got 2 with .*offload_param.device .*in the stock arm"):
+        arms(tmp_path, [f"{hpz}=2"], BASE | section)
+    with pytest.raises(ConfigError, match=f"base.json: {int8}: got true in the stock arm on the CPU"):
+        arms(tmp_path, [f"{hpz}=2", f"{int8}=true", 'zero_optimization.offload_param.device="cpu"'], BASE | section)
+
+
 def test_set_reaches_the_stock_config_too(tmp_path: Path) -> None:
     stock = changed("zero_optimization.stage3_prefetch_bucket_size", 0)
     built = build_arms(write(tmp_path, "b.json", BASE), write(tmp_path, "s.json", stock), ["gradient_clipping=0.5"])

@@ -139,6 +139,13 @@ def test_the_arm_decides_what_is_refused(tmp_path: Path) -> None:
     edits = {"vertical_schedule.enabled": False, "optimizer.type": "Lion"}
     assert bad(config_checks.refusals, case_of(tmp_path, edits)) == []
     assert "optimizer.type" in only(config_checks.refusals, case_of(tmp_path, edits, arm="vertical")).found
+    hpz = {f"{ZERO}.zero_hpz_partition_size": 2}
+    assert bad(config_checks.refusals, case_of(tmp_path, hpz)) == []
+    for edits, arm in ((hpz, "both"), (hpz | {"vertical_schedule.enabled": False}, None)):
+        error = only(config_checks.refusals, case_of(tmp_path, edits, arm=arm))
+        assert "zero_hpz_partition_size: got 2" in error.found and "in the stock arm" in error.found
+    quantized = {f"{ZERO}.zero_quantized_weights": True, "vertical_schedule.enabled": False}
+    assert "on the CPU" in only(config_checks.refusals, case_of(tmp_path, quantized)).found
     absent = case_of(tmp_path, {"vertical_schedule": ...})
     assert absent.arms == {"stock"} and "the stock arm" in [*config_checks.refusals(absent)][0].found
     assert case_of(tmp_path, arm="both").arms == set(get_args(Arm)) and case_of(tmp_path).arms == {"vertical"}
