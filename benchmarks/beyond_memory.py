@@ -196,8 +196,14 @@ def least_bytes(options: argparse.Namespace, **keys: Any) -> int:
 
 
 def keys_of(text: str) -> dict[str, Any]:
-    """The section's keys of "KEY=VALUE:KEY=VALUE", each value in JSON."""
-    return {key: json.loads(value) for key, _, value in (word.partition("=") for word in filter(None, text.split(":")))}
+    """The section's keys of "KEY=VALUE:KEY=VALUE", each value in JSON. Raises SystemExit for anything else."""
+    found = {}
+    for word in filter(None, text.split(":")):
+        key, given, value = word.partition("=")
+        if not given or key == "host_memory_bytes":
+            raise SystemExit(f"--allowed {text!r}: write KEY=VALUE behind a number of bytes, which is host_memory_bytes itself")
+        found[key] = json.loads(value)
+    return found
 
 
 def figures(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -233,7 +233,8 @@ def config_of(row: Row, activations: Mapping[str, Any], options: argparse.Namesp
     section |= {"self_check": False, "host_memory_bytes": row.host_limit, "activations": activations}
     keys = {"gradient_accumulation_steps": row.micro_batches, "gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 1}
     keys |= {f"{SECTION}.{key}": value for key, value in section.items()}
-    return build_arms(options.config, None, [f"{key}={json.dumps(value)}" for key, value in keys.items()]).vertical
+    assignments = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+    return build_arms(options.config, None, assignments, with_stock=False).vertical
 
 
 def run_round(

@@ -36,7 +36,7 @@ def config_of(settings: Sequence[str], options: argparse.Namespace) -> dict[str,
     keys = [f"gradient_accumulation_steps={options.micro_batches}", f"gradient_clipping={options.clip}"]
     keys += [f"{SECTION}.self_check=false"]
     keys += [each if "." in each.partition("=")[0] else f"{SECTION}.{each}" for each in settings]
-    return build_arms(options.config, None, keys).vertical
+    return build_arms(options.config, None, keys, with_stock=False).vertical
 
 
 def run_round(

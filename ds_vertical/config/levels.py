@@ -97,10 +97,11 @@ def levels_faults(levels: Levels) -> list[str]:
 
 
 def stock_levels_faults(config: Mapping[str, object], device: str | None) -> list[str]:
-    """What the stock arm would fail on with words of its own: hpZ puts its second copy where parameters rest, and that must be
-    memory; weights are quantised by kernels that the CPU has not. `device`: what the ranks compute on; None: nobody knows."""
+    """What the stock arm would fail on with words of its own, with stage 3: hpZ puts its second copy where parameters rest, and
+    that must be memory; weights are quantised by kernels that the CPU has not. `device`: what the ranks compute on; None: nobody
+    knows."""
     zero = config.get(_ZERO)
-    if not isinstance(zero, Mapping):
+    if not isinstance(zero, Mapping) or zero.get("stage") != 3:
         return []
     faults = [
         f"{_ZERO}.{key}: got {show(zero[key])} in the stock arm on the CPU, for which DeepSpeed has no kernels that quantise:"

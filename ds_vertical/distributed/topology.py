@@ -111,35 +111,40 @@ def topology_of(hosts: Sequence[str], pair: int | None = None, node: int | None 
     ranks of a host, or w where that is more. Raises ConfigError, with the names of hosts and the numbers of their ranks: where
     the ranks of a host are not neighbours, where hosts have unequal numbers of ranks, and for numbers that do not divide.
     """
-    ranks = {host: [rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)}
-    named = _named(ranks)
-    asked = "hostfile" if pair is None else f"{PAIR_KEY}: got {pair}, for which hosts share the ranks in another way"
-    if any(numbers != list(range(numbers[0], numbers[-1] + 1)) for numbers in ranks.values()):
-        raise ConfigError(
-            f"{asked}: the ranks of a host must be neighbours, but {named}; list each host once in the hostfile, and let the"
-            " launcher number the ranks host by host"
-        )
-    if len({len(numbers) for numbers in ranks.values()}) > 1:
-        raise ConfigError(
-            f"{asked}: hosts need equal numbers of ranks, but {named}; give all hosts the same slots= in the hostfile"
-        )
+    ranks = ranks_of_hosts(hosts, pair)
     per_host = len(hosts) // len(ranks)
-    _refuse_numbers(len(hosts), per_host, pair, node, named)
+    _refuse_numbers(len(hosts), per_host, pair, node, _named(ranks))
     pair = pair or min(per_host, node or per_host)
     node = node or max(per_host, pair)
     return Topology(world=len(hosts), node=node, pair=pair)
 
 
+def ranks_of_hosts(hosts: Sequence[str], pair: int | None = None) -> dict[str, list[int]]:
+    """The ranks of each host. Raises ConfigError, in which `pair` is what was asked for, where the ranks of a host are not
+    neighbours, and where hosts have unequal numbers of ranks."""
+    ranks = {host: [rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)}
+    asked = "hostfile" if pair is None else f"{PAIR_KEY}: got {pair}, for which hosts share the ranks in another way"
+    if any(numbers != list(range(numbers[0], numbers[-1] + 1)) for numbers in ranks.values()):
+        raise ConfigError(
+            f"{asked}: the ranks of a host must be neighbours, but {_named(ranks)}; list each host once in the hostfile, and let"
+            " the launcher number the ranks host by host"
+        )
+    if len({len(numbers) for numbers in ranks.values()}) > 1:
+        raise ConfigError(
+            f"{asked}: hosts need equal numbers of ranks, but {_named(ranks)}; give all hosts the same slots= in the hostfile"
+        )
+    return ranks
+
+
 def _refuse_numbers(world: int, per_host: int, pair: int | None, node: int | None, named: str) -> None:
-    """Raise ConfigError for a w or a g that the ranks of the hosts do not have. Each number that it advises is one that
-    `unit_levels.topology_on` takes: w and g of more ranks than a host has are for `topology_of` alone."""
+    """Raise ConfigError for a w or a g that the ranks of the hosts do not have. What it advises is taken by
+    `unit_levels.topology_on`: w and g of more ranks than a host has are for `topology_of` alone."""
     fitting = [n for n in range(1, world + 1) if not world % n and (not per_host % n or not n % per_host)]
     advised = [n for n in fitting if n <= per_host]
     if pair is not None and pair not in fitting:
-        beside = [n for n in advised if n > 1 and not node % n] if node is not None else []  # with 1 there may be no g
         raise ConfigError(
-            f"{PAIR_KEY}: got {pair}, which does not divide the ranks of a host ({named}); write one of"
-            f" {', '.join(map(str, beside or advised))}"
+            f"{PAIR_KEY}: got {pair}, which does not divide the ranks of a host ({named}); write"
+            f" {_advised_pairs(advised, node if node in fitting else None, node is not None)}"
         )
     if node is not None and (node not in fitting or node % (pair or 1)):
         multiples = [str(n) for n in advised if not n % (pair or 1)]
@@ -148,6 +153,18 @@ def _refuse_numbers(world: int, per_host: int, pair: int | None, node: int | Non
             f"{_NODE_KEY}: got {node}, which does not fit {beside_pair}the ranks of a host ({named}); write one of"
             f" {', '.join([*multiples, 'null'])}"
         )
+
+
+def _advised_pairs(advised: Sequence[int], node: int | None, has_node: bool) -> str:
+    """Numbers to write for w. `node`: a g that may stay; where there is one that may not, it has to go as well. Beside a w of 1
+    no g may stand at all."""
+    if not has_node:
+        return f"one of {', '.join(map(str, advised))}"
+    several = [n for n in advised if n > 1]
+    beside = [n for n in several if node is not None and not node % n]
+    if beside:
+        return f"one of {', '.join(map(str, beside))}"
+    return f"one of {', '.join(map(str, several))}, and {_NODE_KEY} null" if several else f"1, and {_NODE_KEY} null"
 
 
 def _named(ranks: Mapping[str, Sequence[int]]) -> str:

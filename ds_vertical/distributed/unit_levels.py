@@ -19,7 +19,7 @@ from ds_vertical.distributed import ranks
 from ds_vertical.distributed.device_parts import DeviceParts, RestingPart
 from ds_vertical.distributed.levels import Issued, LevelCollectives, clear_padding, cut_into_chunks, joined_chunks
 from ds_vertical.distributed.quantize import Quantizer
-from ds_vertical.distributed.topology import PAIR_KEY, Topology, topology_of
+from ds_vertical.distributed.topology import PAIR_KEY, Topology, ranks_of_hosts, topology_of
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.checksums import checksum
 from ds_vertical.io.runs.this_host import host_id
@@ -46,8 +46,8 @@ def topology_on(hosts: Sequence[str], settings: LevelSettings) -> Topology:
             f"{PAIR_KEY}: got {size}, which does not divide the number of ranks, {len(hosts)}; write the number of ranks on a"
             " node, the same on all nodes"
         )
+    ranks_of_hosts(hosts, size)
     split = [hosts[first : first + size] for first in range(0, len(hosts), size)]
-    found = topology_of(hosts, pair=size, node=settings.gradients)
     mixed = next((number for number, node in enumerate(split) if len(set(node)) > 1), None)
     if mixed is not None:
         told = ", ".join(f"rank {mixed * size + number} on {host.split()[0]}" for number, host in enumerate(split[mixed]))
@@ -55,6 +55,7 @@ def topology_on(hosts: Sequence[str], settings: LevelSettings) -> Topology:
             f"{PAIR_KEY}: got {size}, by which a node is not on one host: {told}; give each host as many ranks as the others,"
             f" {size} or a multiple of it, one host after the other in the hostfile, or write 1"
         )
+    found = topology_of(hosts, pair=size, node=settings.gradients)
     num_hosts = len(set(hosts))
     return replace(found, node=settings.sum_ranks(num_hosts, len(hosts) // num_hosts))
 

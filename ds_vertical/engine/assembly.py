@@ -261,7 +261,7 @@ class Assembly:
         fewer = "fewer gradient_accumulation_steps"
         if self.elastic is not None:
             fewer = f'a smaller "vertical_schedule.elastic.max_micro_batches" (now {self.elastic.most})'
-        store.swapper.host_tier.remedy = partial(moved_remedy, fewer, folder is not None and shares[Tier.SSD] < 1)
+        store.swapper.host_tier.remedy = partial(moved_remedy, fewer, folder is not None and vertical.activations.device is not Tier.SSD)
         return store
 
     def open_keeping(
@@ -294,10 +294,11 @@ class Assembly:
         if settings.keep not in HOLDING:
             return None
         (folder, host_limit), one_memory = place, accelerator.is_one_memory()
+        may_advise_ssd = folder is not None and settings.keep_device is not Tier.SSD
         tiers = {tier for tier, share in settings.kept_shares.items() if share}
         limit = host_limit if one_memory else None
         if self.layers.num_layers < 2 or not tiers - {Tier.DEVICE, Tier.HOST if one_memory else Tier.DEVICE}:
-            return KeptStore(None, limit, gives_up, settings.keep, folder is not None)
+            return KeptStore(None, limit, gives_up, settings.keep, may_advise_ssd)
         path = folder / "kept" / f"kept{ranks.rank()}.bin" if Tier.SSD in tiers and folder is not None else None
         if path is not None:
             stripes.spread_file(path, sys.maxsize)  # it grows
@@ -306,7 +307,7 @@ class Assembly:
         host_tier.what = "vertical_schedule.activations.keep: {held} bytes of host memory hold what is kept for the backward"
         if activations is not None:
             host_tier.beside, activations.swapper.host_tier.beside = activations.swapper.host_tier, host_tier
-        store = KeptStore(swapper, limit, gives_up, settings.keep, folder is not None and settings.kept_shares[Tier.SSD] < 1)
+        store = KeptStore(swapper, limit, gives_up, settings.keep, may_advise_ssd)
         host_tier.remedy = store.remedy
         return store
 

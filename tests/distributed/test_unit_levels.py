@@ -84,6 +84,8 @@ def test_ranks_that_make_no_such_nodes_are_refused(hosts: list[str], size: int, 
     [
         ([A] * 3 + [B] * 3, LevelSettings(2), "ranks_per_node"),
         ([A] * 6 + [B] * 6, LevelSettings(4, gradients=6), "ranks_per_node"),
+        ([A] * 6 + [B] * 6, LevelSettings(4, gradients=5), "ranks_per_node"),
+        ([A] * 9 + [B] * 9, LevelSettings(6, gradients=2), "ranks_per_node"),
         ([A] * 4 + [B] * 4, LevelSettings(2, gradients=3), "gradients"),
         ([A] * 4 + [B] * 4, LevelSettings(2, gradients=1), "gradients"),
         ([A] * 4, LevelSettings(4, gradients=2), "gradients"),
@@ -94,12 +96,17 @@ def test_whoever_follows_a_refusal_is_not_refused_again(hosts: list[str], settin
         topology_on(hosts, settings)
     told = str(caught.value)
     assert f"levels.{key}" in told.partition(": got")[0]
-    advised = told.rpartition("write one of ")[2].split(", ")
-    assert len(advised) > 1
-    for number in advised:
-        followed = replace(settings, **{key: None if number == "null" else int(number)})
+    advice, both, _ = told.rpartition("write one of ")[2].partition(", and vertical_schedule.levels.gradients null")
+    kept = replace(settings, gradients=None) if both else settings
+    for number in advice.split(", "):
+        followed = replace(kept, **{key: None if number == "null" else int(number)})
         assert followed.are_on or followed.gradients is None, "which is refused without levels"
         topology_on(hosts, followed)
+
+
+def test_a_node_over_several_hosts_is_told_ahead_of_numbers_that_do_not_fit_it() -> None:
+    with pytest.raises(ConfigError, match="a node is not on one host"):
+        topology_on([A] * 4 + [B] * 4, LevelSettings(8, gradients=4))
 
 
 # ---- in which order a unit's collectives are issued

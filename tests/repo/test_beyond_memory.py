@@ -44,6 +44,16 @@ def test_the_budget_is_found_in_a_log() -> None:
     assert beyond_memory.budget_of("\n".join(log)) == log[1:5] and beyond_memory.budget_of("loading") == []
 
 
+def test_keys_stand_behind_the_bytes_that_are_allowed() -> None:
+    assert beyond_memory.keys_of("optimizer_compression=true:optimizer_host_share=0.6") == {
+        "optimizer_compression": True,
+        "optimizer_host_share": 0.6,
+    }
+    for text in ("0.6", "host_memory_bytes=1"):
+        with pytest.raises(SystemExit, match="write KEY=VALUE"):
+            beyond_memory.keys_of(text)
+
+
 @pytest.mark.slow
 def test_a_small_model_trains_in_the_least_that_the_engine_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: dict[str, Any] = {}

@@ -142,7 +142,7 @@ def parse(arguments: Sequence[str]) -> AbPlan:
     hosts = _hosts(options)
     num_ranks = options.num_ranks if hosts is None else hosts.num_ranks
     limit = disk_limit.parse_limit(options.ssd_limit) if options.ssd_limit is not None else None
-    arms = build_arms(options.config, options.stock_config, options.set, num_ranks)
+    arms = build_arms(options.config, options.stock_config, options.set, num_ranks, not options.vertical_only)
     if limit is not None and not ssd_folders(arms.vertical):
         raise ConfigError(f"{disk_limit.OPTION}: {options.config} keeps nothing on SSD (no nvme_path); leave the option out")
     for nvme_path in ssd_folders(arms.vertical) if limit else []:

@@ -63,11 +63,12 @@ def build_arms(
     stock_config: str | os.PathLike[str] | None,
     assignments: Sequence[str],
     num_ranks: int = 1,
+    with_stock: bool = True,
 ) -> Arms:
     """Reads the files, applies the `KEY=VALUE` assignments to both, and derives the two arms.
 
-    Raises ConfigError, naming file and JSON path, for anything that DeepSpeed or the vertical arm would refuse, and
-    for a stock configuration that differs in more than transfer settings.
+    Raises ConfigError, naming file and JSON path, for anything that DeepSpeed or the vertical arm would refuse (what the stock
+    arm alone would, where it is run: `with_stock`), and for a stock configuration that differs in more than transfer settings.
     """
     base = _read_assigned(config, assignments)
     stock = dict(base if stock_config is None else _read_assigned(stock_config, assignments))
@@ -76,7 +77,7 @@ def build_arms(
     arms = _with_enabled(stock, False), _with_enabled(base, True)
     for source, arm in zip((stock_config or config, config), arms, strict=True):
         try:
-            _check_arm(arm, num_ranks)
+            _check_arm(arm, num_ranks, with_stock)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
     if stock_config is not None:
@@ -152,13 +153,13 @@ def _with_enabled(config: JsonObject, enabled: bool) -> JsonObject:
     return copied
 
 
-def _check_arm(config: JsonObject, num_ranks: int) -> None:
+def _check_arm(config: JsonObject, num_ranks: int, with_stock: bool) -> None:
     section = load_section(config)
     assert section is not None
     # The stock arm must pass as well: both train the same thing, and a file that cannot be the vertical arm's base
     # differs in more than transfer settings.
     check(config, section.model_copy(update={"enabled": True}))
-    if not section.enabled:
+    if with_stock and not section.enabled:
         check(config, section, accelerator())
     if section.elastic is not None and section.elastic.counts is None:
         raise ConfigError(
