@@ -490,7 +490,8 @@ class VerticalLoop(TrainLoop):
             parts.start_over()
             self._evaluations.run(bodies, learned)
 
-        self._evaluations.run(bodies, learned)
+        if not self.is_recorded or parts.vertical.self_check:  # as ahead of a step
+            self._evaluations.run(bodies, learned)
         return until_known(partial(run, bodies), check, calls=calls)
 
 
