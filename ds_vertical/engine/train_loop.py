@@ -256,7 +256,7 @@ class ModelCall:
     def _loss(self, batch: object, loss_fn: LossFn | None) -> torch.Tensor:
         return micro.loss_of(self._outputs(batch), batch, loss_fn)
 
-    def _outputs(self, batch: object) -> Any:
+    def _outputs(self, batch: object) -> object:
         return micro.call_model(self, compat_engine.inputs_of(self.engine, batch))
 
 
@@ -483,7 +483,7 @@ class VerticalLoop(TrainLoop):
             sweep = build_evaluation(*shape, window=window, calls=calls.number, outside=parts.layers.outside, standing=standing)
             return parts.runner.evaluate(sweep, some)
 
-        def learned(some: Sequence[Body]) -> list[Any]:
+        def learned(some: Sequence[Body]) -> list[object]:
             return until_known(partial(run, some), parts.start_over, calls=calls)
 
         def check() -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from torch import nn
 
@@ -32,7 +32,7 @@ from ds_vertical.model.state.snapshot import Snapshot
 from ds_vertical.model.state.survey import survey
 from ds_vertical.model.thread_state import preserved
 
-Evaluate = Callable[[Sequence[Body]], list[list[Digest]]]  # of forwards in layer-major order that return these
+Evaluate = Callable[[Sequence[Body]], list[Any]]  # results of forwards in layer-major order
 _MOST_MODES: Final = 8  # of the modules, in which a first evaluation is checked
 
 

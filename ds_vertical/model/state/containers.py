@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 _Member = types.MemberDescriptorType | types.GetSetDescriptorType
+_Bytes = bytearray | array.array
 _Collection = list[Any] | collections.deque[Any] | dict[Any, Any] | set[Any]
 
 MISSING: Final = object()  # in the place of a value that is not there
@@ -162,7 +163,7 @@ def attributes_of(tensor: torch.Tensor) -> Container:
     def read() -> Contents:
         return Contents((name, each) for name, each in held.items() if not name.startswith(_MARKS))
 
-    def write(contents: Mapping[Any, Any]) -> None:
+    def write(contents: Mapping[str, object]) -> None:
         for name in read().keys() - contents.keys():
             del held[name]
         held.update(contents)
@@ -171,7 +172,7 @@ def attributes_of(tensor: torch.Tensor) -> Container:
     return Container(held, read, write, None if marked else held)
 
 
-def _elements_of(value: bytearray | array.array[Any] | np.ndarray[Any, Any]) -> Container | None:
+def _elements_of(value: _Bytes | np.ndarray) -> Container | None:
     """The elements of an array of objects, or the bytes of one of numbers; None where there are many, and for NumPy's arrays of
     numbers, whose elements `snapshot` compares."""
     if not isinstance(value, np.ndarray):
@@ -183,7 +184,7 @@ def _elements_of(value: bytearray | array.array[Any] | np.ndarray[Any, Any]) -> 
     return Container(value, lambda: Contents(enumerate(value.flat)), partial(_set_objects, value))
 
 
-def _set_bytes(value: bytearray | array.array[Any], contents: Mapping[Any, bytes]) -> None:
+def _set_bytes(value: _Bytes, contents: Mapping[str, bytes]) -> None:
     data = contents[""]
     if len(bytes(value)) == len(data):  # somebody may look into its memory, which must stay where it is then
         memoryview(value).cast("B")[:] = data
@@ -194,7 +195,7 @@ def _set_bytes(value: bytearray | array.array[Any], contents: Mapping[Any, bytes
         value.frombytes(data)
 
 
-def _set_objects(value: np.ndarray[Any, Any], contents: Mapping[int, Any]) -> None:
+def _set_objects(value: np.ndarray, contents: Mapping[int, object]) -> None:
     for index, each in contents.items():
         value[np.unravel_index(index, value.shape)] = each
 
