@@ -100,6 +100,21 @@ def module_hooks(engine: DeepSpeedEngine) -> ModuleHooks:
     return ModuleHooks(tuple(offload.forward_hooks), tuple(offload.backward_hooks), others)
 
 
+def check_forwards(offload: object, check: Callable[[], None]) -> None:
+    """Call `check` ahead of what stage 3's part for parameters does first in each forward of the whole model by its own hooks,
+    the user's direct calls: that waits for the other ranks."""
+    made: Any = offload
+    handle: RemovableHandle = made.fwd_pre_hook
+    hooks: Any = handle.hooks_dict_ref()
+    stock = hooks[handle.id]
+
+    def checked(module: torch.nn.Module, inputs: tuple[object, ...]) -> object:
+        check()
+        return stock(module, inputs)
+
+    hooks[handle.id] = checked
+
+
 def take_hooks_off(engine: DeepSpeedEngine) -> None:
     """Leave the model's modules without the hooks of an engine of ZeRO stage 3 that has no optimizer, for another engine's, and
     no parameter gathered."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -76,11 +76,14 @@ def write_stock_files(engine: DeepSpeedEngine, checkpoint: StockCheckpoint, writ
         engine._save_zero_checkpoint(str(folder.parent), folder.name)
 
 
+SCRIPTS: Final = ("zero_to_fp32.py", "zero_to_torch.py")
+
+
 def place_stock_scripts(engine: DeepSpeedEngine, folder: Path) -> None:
     """Copy into `folder` the scripts with which DeepSpeed converts its checkpoints. Only their owner may write to them,
     whatever the umask. Raises OSError."""
     engine._copy_recovery_script(str(folder))
-    for script in (folder / "zero_to_fp32.py", folder / "zero_to_torch.py"):
+    for script in map(folder.joinpath, SCRIPTS):
         if script.is_file():
             script.chmod(script.stat().st_mode & 0o755)
 

@@ -138,3 +138,5 @@ def test_the_stock_arm_with_quantised_weights_is_refused_on_the_cpu_where_zero_i
     with pytest.raises(ValueError, match="not been implemented on CPU"):  # as DeepSpeed would say it
         CUDAQuantizer()
     assert check(changed({key: False}), VerticalConfig(enabled=False), "cpu") == []
+    without_zero_init = changed({key: True, "stage": 2})
+    assert check(without_zero_init, VerticalConfig(enabled=False), "cpu") == []

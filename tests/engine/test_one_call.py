@@ -44,6 +44,10 @@ def calls_of(engine: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
+def direct_calls_of(model: Any) -> list[Callable[[], Any]]:
+    return [lambda: model.eval()(**STEPS[0][0]), lambda: model.eval().head(torch.ones(1, 64))]
+
+
 class Nested:
     """Makes all calls within a call of the engine, `outer`; `refused`: what they said."""
 
@@ -155,7 +159,7 @@ def test_a_forked_child_is_told_and_its_parent_goes_on(tmp_path: Path, untrouble
         child = os.fork()
         if child == 0:
             said = []
-            for call in (*calls_of(engine).values(), engine.destroy):
+            for call in (*calls_of(engine).values(), engine.destroy, *direct_calls_of(model)):
                 try:
                     call()
                 except RuntimeError as error:
@@ -169,7 +173,7 @@ def test_a_forked_child_is_told_and_its_parent_goes_on(tmp_path: Path, untrouble
         said = os.read(reader, 1 << 16).decode().splitlines()
         os.waitpid(child, 0)
         os.close(reader)
-        assert len(said) == 7 and all(f"process {child} was forked from {os.getpid()}" in line for line in said)
+        assert len(said) == 9 and all(f"process {child} was forked from {os.getpid()}" in line for line in said)
         assert "engine.train_batch()" in said[0] and 'multiprocessing\'s "spawn"' in said[0]
         engine.train_batch(iter(STEPS[2]))
         assert not differing(untroubled, contents(engine, model))

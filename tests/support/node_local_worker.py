@@ -94,7 +94,7 @@ def _saved(folder: str, tag: str, text: str) -> str:
     from ds_vertical.engine.checkpoint.tag_dir import write_synced
     from ds_vertical.io.checksums import checksum
 
-    with save.new_folder(Path(folder), tag, True, True) as (new, places):
+    with save.new_folder(Path(folder), tag, True, (), True) as (new, places):
         with ranks.all_or_none("save_checkpoint"):
             own = manifest.rank_folder(new.beside, ranks.rank())
             own.mkdir()

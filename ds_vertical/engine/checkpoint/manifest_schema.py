@@ -116,8 +116,8 @@ class Tensor(_Strict):
     places: dict[Literal["weight", "master", "exp_avg", "exp_avg_sq"], list[tuple[str, NonNegative, NonNegative]]]
 
 
-class Counters(_Open):
-    """The engine's counters."""
+class Counters(_Strict):
+    """The engine's counters: every version has saved these four, and a load sets attributes of the engine by their names."""
 
     global_steps: NonNegative
     global_samples: NonNegative
@@ -141,13 +141,19 @@ class PowersSchema(_Strict):
 
 
 class Group(_Open):
-    """Of the optimizer, without its parameters."""
+    """Of the optimizer, without its parameters: `params` in it would replace the engine's."""
 
     lr: Number
     betas: tuple[Beta, Beta]
     eps: Number
     weight_decay: Number
     bias_correction: bool = True
+
+    @model_validator(mode="after")
+    def _leaves_parameters_alone(self) -> Group:
+        if "params" in (self.model_extra or {}):
+            raise ValueError("params: no save writes a group's parameters")
+        return self
 
 
 class LossScaler(_Strict):

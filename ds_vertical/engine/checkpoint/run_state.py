@@ -128,8 +128,8 @@ def set_optimizer(engine: TrainedEngine, numbers: Mapping[str, Any]) -> None:
 
 def set_counters(engine: TrainedEngine, numbers: Mapping[str, Any]) -> None:
     """The counters, and the seed of the micro-batches' random streams where the JSON does not write one."""
-    for name, value in numbers["counters"].items():
-        setattr(engine, name, value)
+    for name in _COUNTERS:
+        setattr(engine, name, numbers["counters"][name])
     if engine.stream_seed is not None and "vertical_schedule.seed" not in settings_of(engine):
         engine.stream_seed = numbers["stream_seed"]
     engine.self_check.checked_model = numbers.get("checked_model")

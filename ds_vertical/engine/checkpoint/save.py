@@ -76,7 +76,7 @@ def save(
     with ranks.all_or_none("save_checkpoint"):
         engine.optimizer.flush()
         engine.optimizer.stepper.make_whole()
-    with new_folder(save_dir, tag, save_latest, engine.use_node_local_storage()) as (folder, places):
+    with new_folder(save_dir, tag, save_latest, (SCRIPT.name,), engine.use_node_local_storage()) as (folder, places):
         with ranks.all_or_none("save_checkpoint"):
             place = manifest.rank_folder(folder.beside, ranks.rank())
             data = RankSave(engine, place, exclude_frozen).write(client_state)
@@ -91,10 +91,13 @@ def save(
 
 
 @contextlib.contextmanager
-def new_folder(save_dir: Path, tag: str, save_latest: bool, node_local: bool = False) -> Iterator[tuple[TagFolder, Places]]:
+def new_folder(
+    save_dir: Path, tag: str, save_latest: bool, scripts: Sequence[str], node_local: bool = False
+) -> Iterator[tuple[TagFolder, Places]]:
     """A folder for all ranks to write to (`beside`), which takes the tag's place at the block's end. All ranks leave the block,
     or all raise, and then an earlier checkpoint of the tag is as it was; the block itself must agree likewise. Collective.
-    `node_local`: hosts that do not share `save_dir` have a folder each.
+    `scripts`: names of those that the block puts among the tags. `node_local`: hosts that do not share `save_dir` have a folder
+    each.
 
     Raises CheckpointError, StorageError, OtherRankError.
     """
@@ -102,16 +105,12 @@ def new_folder(save_dir: Path, tag: str, save_latest: bool, node_local: bool = F
     if any(other[:2] != asked[0][:2] for other in asked):
         raise CheckpointError(f"save_checkpoint: the ranks do not agree on folder and tag: {sorted({a[:2] for a in asked})}")
     with ranks.all_or_none("save_checkpoint"):
-        if (run := owned(save_dir)) is not None:
-            raise CheckpointError(
-                f"save_checkpoint: {save_dir} lies in the folder of this run, {run.path}, which is deleted with all in it when"
-                f" the run ends; save beside it, for example to {run.path.parent / 'checkpoints'}"
-            )
+        _refuse_runs_own(save_dir)
     folder, places = TagFolder(save_dir, tag, asked[0][2]), _places(save_dir, asked[0][3], node_local)
     try:
         with ranks.all_or_none("save_checkpoint"):
             if places.is_first:
-                folder.make()
+                folder.make([*scripts, *([manifest.LATEST] if save_latest else [])])
             reach("folder made")
         with ranks.all_or_none("save_checkpoint"):
             check_seen(folder.beside, save_dir, places.own.host, places.own.ranks[0])
@@ -133,6 +132,14 @@ def new_folder(save_dir: Path, tag: str, save_latest: bool, node_local: bool = F
         reach("latest written")
 
 
+def _refuse_runs_own(save_dir: Path) -> None:
+    if (run := owned(save_dir)) is not None:
+        raise CheckpointError(
+            f"save_checkpoint: {save_dir} lies in the folder of this run, {run.path}, which is deleted with all in it when"
+            f" the run ends; save beside it, for example to {run.path.parent / 'checkpoints'}"
+        )
+
+
 def _places(save_dir: Path, host: str, node_local: bool) -> Places:
     """Who makes the folders. `host`: rank 0's. Collective."""
     if node_local and ranks.ranks_on_this_host() < ranks.world_size():
@@ -147,7 +154,7 @@ def _place_script(folder: TagFolder) -> None:
     """Beside the tags, where DeepSpeed puts its own; a file that is there already is not written again."""
     data, there = SCRIPT.read_bytes(), folder.path.with_name(SCRIPT.name)
     if not there.is_file() or there.read_bytes() != data:
-        folder.place(SCRIPT.name, data, f"copy {SCRIPT} there by hand", mode=0o700)
+        folder.place(SCRIPT.name, data, f"copy {SCRIPT} there by hand, and save again", mode=0o700)
 
 
 class RankSave:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import leftovers, manifest
-from ds_vertical.engine.checkpoint.tag_dir import Found, TagFolder, found_saves, make_folder
+from ds_vertical.engine.checkpoint.tag_dir import PLACED, Found, TagFolder, check_placed, found_saves, make_folder
 from ds_vertical.errors import CheckpointError
 from ds_vertical.io.runs.this_host import host_id
 
@@ -81,11 +81,14 @@ def check_seen(path: Path, save_dir: Path, makers_host: str, maker: int = 0) -> 
 
 
 def check_at_start(save_dir: Path, node_local: bool) -> None:
-    """Let all ranks look for a file that rank 0 writes into `save_dir` and removes again; with `node_local`, find the places.
-    The folder is made where there is none. Does nothing where all ranks are on one host. Collective.
+    """Refuse a `save_dir` whose files of others a save would refuse. Where ranks are on several hosts, let all of them look for
+    a file that rank 0 writes there and removes again; with `node_local`, find the places. The folder is made then where there
+    is none. Collective.
 
     Raises CheckpointError, OtherRankError; OSError.
     """
+    with ranks.all_or_none("vertical_schedule.on_signal.save_dir"):
+        check_placed(save_dir, PLACED)
     if ranks.ranks_on_this_host() == ranks.world_size():
         return
     if node_local:

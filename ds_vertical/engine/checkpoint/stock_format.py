@@ -49,6 +49,7 @@ def save_stock(
     is_apart = engine.use_node_local_storage() and ranks.ranks_on_this_host() < ranks.world_size()
     with ranks.all_or_none("save_checkpoint"):
         check_tag(tag, save_dir)
+        scripts = () if manifest.complete_tags(save_dir) else stock_checkpoint.SCRIPTS  # the one that reads those stays
         if is_apart:
             raise CheckpointError(
                 f"save_checkpoint(portable=True) with {KEY}: a checkpoint for stock DeepSpeed has all ranks' files in one"
@@ -57,14 +58,14 @@ def save_stock(
     with ranks.all_or_none("save_checkpoint"):
         engine.optimizer.flush()
         engine.optimizer.stepper.make_whole()
-    with new_folder(save_dir, tag, save_latest) as (folder, _):
+    with new_folder(save_dir, tag, save_latest, scripts) as (folder, _):
         with ranks.all_or_none("save_checkpoint"):
             if ranks.rank() == 0:
                 _mark(folder)
         zero_optimizer.partition_all(engine.optimizer)  # only shards of parameters, until all ranks have written theirs
         with ranks.all_or_none("save_checkpoint", partial(zero_optimizer.gather_persistent, engine.optimizer)):
             _write(engine, folder.beside, client_state, exclude_frozen)
-            if ranks.rank() == 0 and not manifest.complete_tags(save_dir):  # else the script that reads those stays
+            if ranks.rank() == 0 and scripts:
                 stock_checkpoint.place_stock_scripts(cast(DeepSpeedEngine, engine), save_dir)
     return folder.path
 

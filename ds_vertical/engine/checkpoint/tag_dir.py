@@ -17,6 +17,7 @@ import errno
 import fcntl
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -25,6 +26,7 @@ from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.io import remove_tree
 from ds_vertical.io.disk_errors import remedy
 from ds_vertical.io.files import naming
+from ds_vertical.io.regular_file import open_regular
 from ds_vertical.io.runs import run_dir
 from ds_vertical.io.runs.run_dir import fail
 
@@ -35,7 +37,10 @@ _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY
 _RENAME_EXCHANGE: Final = 2
 _AROUND_A_TAG: Final = len(".") + len(".0123abcd.old")  # bytes that the longest name of a folder beside has more than the tag
 _BELOW_A_TAG: Final = 100  # bytes that the longest path of a file in it has more
-_NAMES_BESIDE: Final = (manifest.LATEST, "zero_to_fp32.py")
+PLACED: Final = (manifest.LATEST, "zero_to_fp32.py")  # what a save puts among the tags
+_OUR_SCRIPT: Final = b"fp32 weights out of a checkpoint of ds_vertical"  # at the beginning, in each version
+_DEEPSPEEDS_SCRIPTS: Final = (b"DeepSpeed Team", b"extracts fp32 consolidated weights")  # now, and in earlier versions
+_HEAD_BYTES: Final = 1024
 _NOT_THERE: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTTY)  # a kernel or file system that cannot exchange two names
 
 
@@ -53,11 +58,13 @@ class TagFolder:
         self._is_switched = False  # and not settled: other hosts have yet to switch
         self._is_unclear = False  # which of the two folders is which
 
-    def make(self) -> None:
-        """Make `beside` (mode 0700), and the folders above, and delete what killed saves left: see [Note: leftovers]. Raises
-        StorageError; CheckpointError where the tag's folder holds anything that is no checkpoint's: it would be deleted."""
+    def make(self, placed: Iterable[str] = ()) -> None:
+        """Make `beside` (mode 0700), and the folders above, and delete what killed saves left: see [Note: leftovers]. `placed`:
+        names that the save will `place`. Raises StorageError; CheckpointError where the tag's folder holds anything that is no
+        checkpoint's, which would be deleted, or where something of others has one of these names."""
         try:
             self._refuse_others_files()
+            check_placed(self.path.parent, placed)
             make_folder(self.beside.parent)
             for found in leftovers.find_leftovers(self.beside.parent):
                 leftovers.remove_leftover(*found)
@@ -117,7 +124,7 @@ class TagFolder:
 
     def write_latest(self) -> None:
         """Name the tag in `latest`, in one step. Raises StorageError."""
-        self.place(manifest.LATEST, self.path.name.encode(), f"write {self.path.name} into it by hand")
+        self.place(manifest.LATEST, self.path.name.encode(), f"the tag is whole; write {self.path.name} into it by hand")
 
     def place(self, name: str, data: bytes, remedy: str, mode: int = 0o600) -> None:
         """Write a file among the tags, or replace it, in one step. Raises StorageError."""
@@ -242,6 +249,28 @@ def found_saves(save_dir: Path, tag: str) -> list[Found]:
     return found
 
 
+def check_placed(folder: Path, names: Iterable[str]) -> None:
+    """Raise CheckpointError where one of the files that a save puts among the tags would take the place of something else: of
+    what is no regular file, or of a script that neither a save of ours nor DeepSpeed has put there."""
+    for name in names:
+        if (why := _in_the_way(folder / name)) is not None:
+            instead = "or pass save_latest=False" if name == manifest.LATEST else "or save to another folder"
+            raise CheckpointError(f"{folder / name}: {why}, and the save would replace it; move it away, {instead}")
+
+
+def _in_the_way(path: Path) -> str | None:
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return "is a link that leads to no file" if path.is_symlink() else None
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if path.name == manifest.LATEST or any(each in head for each in (_OUR_SCRIPT, *_DEEPSPEEDS_SCRIPTS)):
+        return None
+    return "is no script of ours or of DeepSpeed's"
+
+
 def _lock(folder: int) -> None:
     """Until the descriptor, and each copy of it, is closed."""
     with contextlib.suppress(OSError):  # a file system without locks
@@ -250,7 +279,7 @@ def _lock(folder: int) -> None:
 
 def check_tag(tag: str, save_dir: Path | None = None) -> None:
     """Raise CheckpointError for a tag, or a folder for it, that cannot be used, before anything is made."""
-    if not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag in _NAMES_BESIDE:
+    if not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag in PLACED:
         raise CheckpointError(f"tag {tag!r}: not usable as a folder's name; use letters, digits, - and _")
     if tag != tag.strip() or not tag.isprintable():
         raise CheckpointError(f"tag {tag!r}: begins or ends with a blank, or has what cannot be printed; write {_plain(tag)!r}")

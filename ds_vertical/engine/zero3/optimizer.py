@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vertical.compat import accelerator, pinned_memory, swap_handles, zero_optimizer, zero_params
+from ds_vertical.compat import accelerator, engine, pinned_memory, swap_handles, zero_optimizer, zero_params
 from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_optimizer import DeepSpeedCPUAdam
 from ds_vertical.distributed import ranks
@@ -125,8 +125,10 @@ class VerticalStage3(ChunkedStage3):
     # ---- set-up
 
     def initialize_ds_offload(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """As stock, then check every parameter file that zero.Init wrote before anything is read from one."""
+        """As stock, then check every parameter file that zero.Init wrote before anything is read from one. From then on a
+        direct call of the model is refused in a forked child."""
         offload = super().initialize_ds_offload(module, *args, **kwargs)
+        engine.check_forwards(offload, partial(self.calls.check_process, "module"))
         written = [zero_params.swap_file(param) for param in module.parameters() if zero_params.is_on_ssd(param)]
         files.check_files({file.path: file.num_bytes for file in written})
         return offload

@@ -10,19 +10,24 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import zero_to_fp32 as stock_zero_to_fp32
 from harness import contents, differing, running
 from manifests import write_checkpoint
 from resuming import config_in, model_of, train
 from run_owners import digest
 
-from ds_vertical.engine.checkpoint import leftovers, manifest, parts
+from ds_vertical.compat.stock_checkpoint import SCRIPTS
+from ds_vertical.engine.checkpoint import leftovers, manifest, parts, zero_to_fp32
 from ds_vertical.engine.checkpoint.manifest_schema import SIGNPOST
-from ds_vertical.engine.checkpoint.tag_dir import TagFolder, check_tag
+from ds_vertical.engine.checkpoint.shared_dir import check_at_start
+from ds_vertical.engine.checkpoint.tag_dir import PLACED, TagFolder, check_tag
 from ds_vertical.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_vertical.errors import CheckpointError
 from ds_vertical.io.runs import run_dir
@@ -57,6 +62,31 @@ def umask(value: int) -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+def refused_for_what_is_in_the_way(engine: Any, above: Path) -> None:
+    """Saves, and engines whose `on_signal` saves there."""
+    for name, is_portable in (
+        ("latest", False),
+        ("latest", True),
+        *((script, True) for script in SCRIPTS),
+        (SCRIPTS[0], False),
+    ):
+        path = above / f"{is_portable} with {name}" / name
+        if name == "latest":
+            path.mkdir(parents=True)
+        else:
+            path.parent.mkdir()
+            path.write_text("mine")
+        called = [partial(engine.save_checkpoint, str(path.parent), tag="tag", portable=is_portable)]
+        if not is_portable:
+            called.append(partial(check_at_start, path.parent, node_local=False))
+        for call in called:
+            with pytest.raises(CheckpointError, match=f"{name}: .*, and the save would replace it; move it away"):
+                call()
+        assert list(path.parent.rglob("*")) == [path] and (path.is_dir() or path.read_text() == "mine")
+        if name == "latest":
+            engine.save_checkpoint(str(path.parent), tag="tag", save_latest=False)
 
 
 def test_saves_delete_nothing_of_others_and_break_at_no_tag_or_umask(tmp_path: Path) -> None:
@@ -104,6 +134,7 @@ def test_saves_delete_nothing_of_others_and_break_at_no_tag_or_umask(tmp_path: P
             engine.load_checkpoint(str(saved))
             assert differing(expected, contents(engine, model)) == [] and (saved / "latest").read_text() == tag
             assert torch.equal(get_fp32_state_dict_from_zero_checkpoint(saved)["norm.bias"], expected["norm.bias/master"])
+        refused_for_what_is_in_the_way(engine, tmp_path)
         left = {path.name for path in saved.iterdir() if path.name.startswith(".")}
         assert left == {name.partition("/")[0] for name in THEIRS} - {"notes.txt"}
 
@@ -118,6 +149,55 @@ def saved_again(folder: Path, token: str, write: bool = True) -> TagFolder:
     if write:
         write_checkpoint(folder, tag.beside.name)
     return tag
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def link_to(target: str) -> Callable[[Path], object]:
+    return lambda path: path.symlink_to(target)
+
+
+def text(content: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(content)
+
+
+IN_THE_WAY = {
+    "latest folder": (PLACED[0], Path.mkdir, r"cannot be read \(it is a folder, not a regular file\)"),
+    "latest fifo": (PLACED[0], fifo, "it is a FIFO"),
+    "latest link to a folder": (PLACED[0], link_to("outside"), "it is a folder"),
+    "latest link to nothing": (PLACED[0], link_to("nowhere"), "is a link that leads to no file"),
+    "latest link to itself": (PLACED[0], link_to("latest"), "cannot be read"),
+    "script of the user": (PLACED[1], text("print('mine')"), "is no script of ours or of DeepSpeed's"),
+    "script folder": (PLACED[1], Path.mkdir, "it is a folder"),
+    "script fifo": (PLACED[1], fifo, "it is a FIFO"),
+    "script link": (PLACED[1], link_to("outside/mine.py"), "is no script of ours or of DeepSpeed's"),
+}
+TAKEN = {
+    "latest link to a file": (PLACED[0], link_to("outside/mine.py")),
+    "latest not text": (PLACED[0], lambda path: path.write_bytes(b"\xff")),
+    "our script": (PLACED[1], lambda path: shutil.copy(zero_to_fp32.__file__, path)),
+    "our first script": (PLACED[1], text('#!/usr/bin/env python\n"""fp32 weights out of a checkpoint of ds_vertical, for')),
+    "DeepSpeed's script": (PLACED[1], lambda path: shutil.copy(stock_zero_to_fp32.__file__, path)),
+}
+
+
+@pytest.mark.timeout(60)  # what waits for a FIFO waits for ever
+@pytest.mark.parametrize("case", [*IN_THE_WAY, *TAKEN])
+def test_what_a_save_puts_among_the_tags_takes_nobodys_place(tmp_path: Path, case: str) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "mine.py").write_text("mine")
+    name, put, *said = (IN_THE_WAY | TAKEN)[case]
+    put(tmp_path / name)
+    tag = TagFolder(tmp_path, "tag", "00000001")
+    if said:
+        with pytest.raises(CheckpointError, match=f"{name}: .*{said[0]}.*, and the save would replace it; move it away"):
+            tag.make(PLACED)
+        assert sorted(os.listdir(tmp_path)) == sorted([name, "outside"])
+    else:
+        tag.make(PLACED)
+    assert (tmp_path / "outside" / "mine.py").read_text() == "mine"
 
 
 def test_a_file_that_comes_in_while_the_save_writes_is_not_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
