@@ -98,8 +98,8 @@ def levels_faults(levels: Levels) -> list[str]:
 
 def stock_levels_faults(config: Mapping[str, object], device: str | None) -> list[str]:
     """What the stock arm would fail on with words of its own, with stage 3: hpZ puts its second copy where parameters rest, and
-    that must be memory; weights are quantised by kernels that the CPU has not. `device`: what the ranks compute on; None: nobody
-    knows."""
+    that must be memory; weights are quantised by kernels that the CPU has not. `device`: what the ranks compute on; None:
+    nobody knows."""
     zero = config.get(_ZERO)
     if not isinstance(zero, Mapping) or zero.get("stage") != 3:
         return []

@@ -126,8 +126,8 @@ def ranks_of_hosts(hosts: Sequence[str], pair: int | None = None) -> dict[str, l
     asked = "hostfile" if pair is None else f"{PAIR_KEY}: got {pair}, for which hosts share the ranks in another way"
     if any(numbers != list(range(numbers[0], numbers[-1] + 1)) for numbers in ranks.values()):
         raise ConfigError(
-            f"{asked}: the ranks of a host must be neighbours, but {_named(ranks)}; list each host once in the hostfile, and let"
-            " the launcher number the ranks host by host"
+            f"{asked}: the ranks of a host must be neighbours, but {_named(ranks)}; list each host once in the hostfile, and"
+            " let the launcher number the ranks host by host"
         )
     if len({len(numbers) for numbers in ranks.values()}) > 1:
         raise ConfigError(

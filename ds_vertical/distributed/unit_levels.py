@@ -46,18 +46,16 @@ def topology_on(hosts: Sequence[str], settings: LevelSettings) -> Topology:
             f"{PAIR_KEY}: got {size}, which does not divide the number of ranks, {len(hosts)}; write the number of ranks on a"
             " node, the same on all nodes"
         )
-    ranks_of_hosts(hosts, size)
-    split = [hosts[first : first + size] for first in range(0, len(hosts), size)]
-    mixed = next((number for number, node in enumerate(split) if len(set(node)) > 1), None)
-    if mixed is not None:
-        told = ", ".join(f"rank {mixed * size + number} on {host.split()[0]}" for number, host in enumerate(split[mixed]))
+    by_host = ranks_of_hosts(hosts, size)
+    per_host = len(hosts) // len(by_host)
+    if size > per_host:
+        told = ", ".join(f"rank {rank} on {hosts[rank].split()[0]}" for rank in range(size))
         raise ConfigError(
             f"{PAIR_KEY}: got {size}, by which a node is not on one host: {told}; give each host as many ranks as the others,"
             f" {size} or a multiple of it, one host after the other in the hostfile, or write 1"
         )
     found = topology_of(hosts, pair=size, node=settings.gradients)
-    num_hosts = len(set(hosts))
-    return replace(found, node=settings.sum_ranks(num_hosts, len(hosts) // num_hosts))
+    return replace(found, node=settings.sum_ranks(len(by_host), per_host))
 
 
 def refuse_levels(settings: RunSettings) -> None:

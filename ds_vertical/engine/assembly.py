@@ -261,7 +261,9 @@ class Assembly:
         fewer = "fewer gradient_accumulation_steps"
         if self.elastic is not None:
             fewer = f'a smaller "vertical_schedule.elastic.max_micro_batches" (now {self.elastic.most})'
-        store.swapper.host_tier.remedy = partial(moved_remedy, fewer, folder is not None and vertical.activations.device is not Tier.SSD)
+        store.swapper.host_tier.remedy = partial(
+            moved_remedy, fewer, folder is not None and vertical.activations.device is not Tier.SSD
+        )
         return store
 
     def open_keeping(

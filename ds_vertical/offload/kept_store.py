@@ -154,7 +154,7 @@ class KeptStore:
     def _place(self, cell: Cell, kept: int, boundary: BoundaryTensors) -> None:
         """Count a cell that keeps so many bytes. Raises MemoryBudgetError, see `note`."""
         if not self.gives_up:
-            self._check_one_cell(kept, self.device_limit)
+            _check_one_cell(self._policy, kept, self.device_limit)
         held = sum(self._on_device.values()) + kept
         if self.device_limit is not None and held > self.device_limit and self.gives_up:
             boundary.forget_kept(cell[0])
@@ -166,14 +166,6 @@ class KeptStore:
                 f"{_KEY}: {held} bytes of host memory, which is the device's, hold what {len(self._on_device)} forwards have"
                 f" kept for their backwards, {kept} the last one, and the memory budget (see the start) leaves"
                 f" {self.device_limit}; {self.remedy()}"
-            )
-
-    def _check_one_cell(self, kept: int, limit: int | None) -> None:
-        """Raises MemoryBudgetError where there is no room in host memory for what a single cell keeps, whatever M is."""
-        if limit is not None and kept > limit:
-            raise MemoryBudgetError(
-                f'{_KEY}: got "{self._policy}"; of one micro-batch one layer keeps {kept} bytes in host memory, and the memory'
-                f" budget (see the start) leaves {limit}; {ONE_CELL_REMEDY}"
             )
 
     def remedy(self) -> str:
@@ -203,7 +195,7 @@ class KeptStore:
         if not values:
             return None
         if self._tiers[cell] is Tier.HOST and not self.gives_up:
-            self._check_one_cell(sum(value.num_bytes for value in values), self.swapper.host_tier.limit)
+            _check_one_cell(self._policy, sum(value.num_bytes for value in values), self.swapper.host_tier.limit)
         try:
             swapped = self.swapper.put([_bytes(value) for value in values], self._tiers[cell])
         except (MemoryBudgetError, StorageError) as error:
@@ -276,6 +268,15 @@ def cell_of(event: Event) -> Cell:
     """The layer and micro-batch that an event is about."""
     assert isinstance(event.layer, int) and event.micro_batch is not None
     return event.layer, event.micro_batch
+
+
+def _check_one_cell(policy: ActivationPolicy, kept: int, limit: int | None) -> None:
+    """Raises MemoryBudgetError where there is no room in host memory for what a single cell keeps, whatever M is."""
+    if limit is not None and kept > limit:
+        raise MemoryBudgetError(
+            f'{_KEY}: got "{policy}"; of one micro-batch one layer keeps {kept} bytes in host memory, and the memory budget (see'
+            f" the start) leaves {limit}; {ONE_CELL_REMEDY}"
+        )
 
 
 def _is_movable(value: KeptStorage) -> bool:
