@@ -274,8 +274,8 @@ def _check_one_cell(policy: ActivationPolicy, kept: int, limit: int | None) -> N
     """Raises MemoryBudgetError where there is no room in host memory for what a single cell keeps, whatever M is."""
     if limit is not None and kept > limit:
         raise MemoryBudgetError(
-            f'{_KEY}: got "{policy}"; of one micro-batch one layer keeps {kept} bytes in host memory, and the memory budget (see'
-            f" the start) leaves {limit}; {ONE_CELL_REMEDY}"
+            f'{_KEY}: got "{policy}"; of one micro-batch one layer keeps {kept} bytes in host memory, and the memory budget'
+            f" (see the start) leaves {limit}; {ONE_CELL_REMEDY}"
         )
 
 
