@@ -248,16 +248,9 @@ class ModelCall:
         functions = () if loss_fn is None else (loss_fn,)
         return Body(partial(self._loss, batch, loss_fn), seed, micro.form_of(batch), functions)
 
-    def evaluated(self, batch: object, loss_fn: LossFn | None) -> Body:
-        """As `body`, without training. What is checked of it leaves out the user's `loss_fn`."""
-        body = self.body(batch, None, loss_fn)
-        return body if loss_fn is None else replace(body, checked=lambda: partial(self._outputs, batch))
-
     def _loss(self, batch: object, loss_fn: LossFn | None) -> torch.Tensor:
-        return micro.loss_of(self._outputs(batch), batch, loss_fn)
-
-    def _outputs(self, batch: object) -> object:
-        return micro.call_model(self, compat_engine.inputs_of(self.engine, batch))
+        inputs = compat_engine.inputs_of(self.engine, batch)
+        return micro.loss_of(micro.call_model(self, inputs), batch, loss_fn)
 
 
 class VerticalLoop(TrainLoop):
@@ -443,14 +436,13 @@ class VerticalLoop(TrainLoop):
 
     def evaluate(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
         """Losses of the micro-batches without training."""
-        return self.evaluate_bodies([self.call_model.evaluated(batch, loss_fn) for batch in batches])
+        return self.evaluate_bodies([self.call_model.body(batch, None, loss_fn) for batch in batches])
 
     def evaluate_bodies(self, bodies: Sequence[Body]) -> list[Any]:
         """Run forwards without training, each with a seed of its own; returns what each returned."""
         in_turn = len(bodies) == 1 or self._parts.vertical.order == "horizontal"
         self._num_evaluations += not in_turn
-        number = None if in_turn else self._num_evaluations
-        seeds = micro.evaluation_seeds(len(bodies), number, torch.initial_seed(), ranks.rank())
+        seeds = [None] * len(bodies) if in_turn else _evaluation_seeds(len(bodies), self._num_evaluations)
         seeded_bodies = [replace(body, seed=seed) for body, seed in zip(bodies, seeds, strict=True)]
         return self._results(seeded_bodies, self._calls_without_training)
 
@@ -490,9 +482,15 @@ class VerticalLoop(TrainLoop):
             parts.start_over()
             self._evaluations.run(bodies, learned)
 
-        if not self.is_recorded or parts.vertical.self_check:  # as ahead of a step
-            self._evaluations.run(bodies, learned)
+        self._evaluations.run(bodies, learned)
         return until_known(partial(run, bodies), check, calls=calls)
+
+
+def _evaluation_seeds(num_micro_batches: int, number: int) -> Sequence[int | None]:
+    """Forwards that take turns cannot share the caller's random stream: each has its own, another one in each evaluation.
+    What the caller draws afterwards is what it would have drawn. `number`: of such evaluations, this one included."""
+    base, rank = torch.initial_seed(), ranks.rank()
+    return [micro.stream_seed(base, -number, index, rank) for index in range(num_micro_batches)]
 
 
 def _log(line: str) -> None:

@@ -136,11 +136,3 @@ def stream_seed(seed: int, step: int, micro_batch: int, rank: int) -> int:
     """The seed of one micro-batch's random streams; well mixed, so that neighbouring steps share nothing."""
     digest = hashlib.blake2b(f"{seed}/{step}/{micro_batch}/{rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def evaluation_seeds(num_micro_batches: int, number: int | None, base: int, rank: int) -> list[int | None]:
-    """Forwards that take turns cannot share the caller's random stream: each has its own, another one in each evaluation.
-    What the caller draws afterwards is what it would have drawn. `number`: of such evaluations, this one included; None: the
-    forwards of this one take no turns, and have no seeds. `base`: the caller's."""
-    numbers = range(num_micro_batches)
-    return [None if number is None else stream_seed(base, -number, index, rank) for index in numbers]

@@ -29,7 +29,6 @@ from stateful_models import (
     NOTES,
     BufferThroughParent,
     Counting,
-    Elsewhere,
     GlobalList,
     Keeper,
     MaskOnBlocks,
@@ -166,18 +165,6 @@ def test_evaluation_sees_its_own_state(tmp_path: Path, case: type[Base]) -> None
             assert [engine(**micro_batch).item() for micro_batch in batches(1)[0]] == losses[-M:]
         arms.append(losses[-M:])
     assert arms[0] == arms[1] and len(set(arms[0])) == M
-
-
-def test_what_a_model_writes_into_librarys_objects_is_its_micro_batchs(tmp_path: Path) -> None:
-    """In an evaluation ahead of any step, and in training."""
-    arms = []
-    for vertical in (False, True):
-        losses: list[float] = []
-        with running(config_in(tmp_path, params="cpu", optimizer="cpu"), Elsewhere, vertical=vertical) as (engine, model):
-            engine.eval_batch(iter(batches(1)[0]), lambda loss, _, losses=losses: losses.append(loss.item()) or loss)
-            losses = losses[-M:] + [engine.train_batch(iter(step)).item() for step in batches(2)]
-            arms.append((losses, read_weights(model)))
-    assert arms[0][0] == arms[1][0] and not differing(arms[0][1], arms[1][1])
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import array
 import collections
 import random
 from collections.abc import Callable
@@ -15,7 +13,6 @@ import numpy as np
 import torch
 from stateful import WIDTH, Base, Block
 from torch import nn
-from transformers import PretrainedConfig
 
 # ---- state set by the model, read by blocks
 
@@ -66,40 +63,6 @@ class SharedContext(Base):
 
     def end(self, x: torch.Tensor) -> torch.Tensor:
         return sum(self.context.seen) * x.mean() + self.context.side.square().mean()
-
-
-class ElsewhereBlock(Block):
-    def forward(self, x: torch.Tensor, *args: Any) -> Any:
-        gains = self.args.gain, self.config.gain, self.objects[0, 0], self.numbers[0], self.mark.gain, 0.01 * self.raw[0]
-        return self.body(x * (1 + 0.1 * sum(gains)))
-
-
-class Elsewhere(Base):
-    """The model writes numbers that its blocks read into objects of Python's library, of NumPy and of transformers, and into an
-    attribute of a buffer."""
-
-    block = ElsewhereBlock
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places = {
-            "args": argparse.Namespace(),
-            "config": PretrainedConfig(),
-            "objects": np.empty((1, 1), dtype=object),
-            "numbers": array.array("d", [0.0]),
-            "raw": bytearray(1),
-        }
-        self.register_buffer("mark", torch.zeros(1))
-        for block in self.blocks:
-            block.register_buffer("mark", self.mark)
-            for name, place in self.places.items():
-                setattr(block, name, place)
-
-    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
-        places, gain = self.places, 0.01 * x.shape[1]
-        places["args"].gain = places["config"].gain = places["objects"][0, 0] = places["numbers"][0] = self.mark.gain = gain
-        places["raw"][0] = x.shape[1]
-        return ()
 
 
 NOTES: list[torch.Tensor] = []

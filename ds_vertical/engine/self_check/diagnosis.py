@@ -47,11 +47,10 @@ class Diagnosis:
     def of_evaluation(self, micro_batch: int, distance: float) -> SelfCheckError:
         """Layer-major order gives another result of a micro-batch, in an evaluation, than one micro-batch after the other."""
         suspects = _some(sorted(self._state.unsure) if self._state is not None else ())
-        known = f"what the forward changes, and may be the cause: {suspects}; or" if suspects else "the cause may be"
         return SelfCheckError(
             f"vertical_schedule.self_check: in an evaluation the result of micro-batch {micro_batch} differs by {distance:.1e}"
-            f" of its norm from that in stock's order; {known} state that is not looked after (see docs/state.md);"
-            ' nothing has been evaluated; set vertical_schedule.order to "horizontal", which runs one micro-batch'
+            " of its norm from that in stock's order; what the forward changes, and may be the cause:"
+            f' {suspects}; nothing has been evaluated; set vertical_schedule.order to "horizontal", which runs one micro-batch'
             f" after another, or {_MEND}; {_FALSE} evaluates without this check"
         )
 

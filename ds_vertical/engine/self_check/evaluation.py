@@ -1,11 +1,7 @@
 """The self-check of evaluations: two micro-batches in layer-major order, and one after the other, must have the same results.
 
-It runs ahead of the first evaluation, and of the first one in other modes of the modules: the model may keep state where nobody
-looks. It runs again where other code than that ahead of the first block is known to change state: of all that is looked after
-such state alone may have other values in layer-major order than in stock's. Its forwards have the random numbers of the
-micro-batches in the evaluation.
-
-[Note: the first one] It runs the model without the user's `loss_fn`, which may count what it sees in a library's object.
+It runs only where other code than that ahead of the first block is known to change state: such state alone may have other
+values in layer-major order than in stock's. Its forwards have the random numbers of the micro-batches in the evaluation.
 """
 
 from __future__ import annotations
@@ -13,18 +9,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, Final
-
-from torch import nn
 
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.assembly import StepParts
 from ds_vertical.engine.self_check.check import generators_kept, put_state_back
 from ds_vertical.engine.self_check.diagnosis import Diagnosis, SelfCheckError
-from ds_vertical.engine.self_check.digests import Digest, digests_of, largest_distance
+from ds_vertical.engine.self_check.digests import digests_of, largest_distance
 from ds_vertical.engine.self_check.first_step import NUM_MICRO_BATCHES, FurtherChecks
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.micro_batch import Body
@@ -32,40 +24,31 @@ from ds_vertical.model.state.snapshot import Snapshot
 from ds_vertical.model.state.survey import survey
 from ds_vertical.model.thread_state import preserved
 
-Evaluate = Callable[[Sequence[Body]], list[Any]]  # results of forwards in layer-major order
-_MOST_MODES: Final = 8  # of the modules, in which a first evaluation is checked
+Evaluate = Callable[[Sequence[Body]], list[object]]  # results of forwards in layer-major order
 
 
 class EvaluationCheck:
-    """Checks the first evaluation of one engine, and others whenever further state has become known of."""
+    """Checks the evaluations of one engine, again whenever further state has become known of."""
 
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
         self._further = FurtherChecks(parts, "evaluations")
         self._checked: set[str] = set()  # paths of state that the last check has seen
-        self._modes: set[int] = set()  # of all modules, in which a check has run
 
     def run(self, bodies: Sequence[Body], evaluate: Evaluate) -> None:
         """Ahead of an evaluation of these micro-batches, or of its next run where it starts over. Collective. Modules hold
         afterwards what they held before. Raises SelfCheckError on every rank."""
         if self._parts.vertical.self_check is False:
             return
-        is_first = len(bodies) > 1 and len(self._modes) < _MOST_MODES and _modes_of(self._parts.module) not in self._modes
-        told = ranks.all_gathered((len(bodies), is_first))
-        if max(number for number, _ in told) < NUM_MICRO_BATCHES:
+        if max(ranks.all_gathered(len(bodies))) < NUM_MICRO_BATCHES or not self._further.is_due(self._checked):
             return  # on all ranks
-        is_due = self._further.is_due(self._checked)
-        if not (is_due or any(first for _, first in told)):
-            return  # on all ranks
-        took, error = self._compared([_checked(body, is_due) for body in bodies[:NUM_MICRO_BATCHES]], evaluate)
+        took, error = self._compared(bodies[:NUM_MICRO_BATCHES], evaluate)
         said = "agree" if error is None else "differ"
         accelerator.log(f"ds_vertical: self_check: {NUM_MICRO_BATCHES} micro-batches of an evaluation, {took}: they {said}")
         with self._agreed():
             if error is not None:
                 raise error
-        if is_due:
-            self._further.note_agreed()
-        self._modes.add(_modes_of(self._parts.module))
+        self._further.note_agreed()
         self._checked |= self._parts.state.unsure
 
     def _agreed(self) -> contextlib.AbstractContextManager[object]:
@@ -95,20 +78,9 @@ class EvaluationCheck:
         return took, Diagnosis(parts.layers, parts.vertical.order, parts.state).of_evaluation(*found)
 
 
-def _modes_of(model: nn.Module) -> int:
-    return hash(tuple((id(module), module.training) for module in model.modules()))
-
-
-def _checked(body: Body, whole: bool) -> Body:
-    """A body that returns digests of its results, which may be too large to be kept. `whole`: with all of the user's code; else
-    see [Note: the first one]."""
-    alone = body if whole or body.checked is None else replace(body, run=body.checked(), functions=())
-    return replace(alone, run=lambda: digests_of(alone.run()))
-
-
-def _differences(together: Sequence[list[Digest]], apart: Sequence[list[Digest]]) -> Iterator[tuple[int, float]]:
+def _differences(together: Sequence[object], apart: Sequence[object]) -> Iterator[tuple[int, float]]:
     """Micro-batches whose results differ, and by how much."""
     for number, (ours, plain) in enumerate(zip(together, apart, strict=True)):
-        index, distance = largest_distance(ours, plain)
+        index, distance = largest_distance(digests_of(ours), digests_of(plain))
         if index >= 0:
             yield number, distance

@@ -2,14 +2,12 @@
 
 A `Container` reads and writes the contents of one object: a list, a dict, a set, a deque, an object with attributes. Its
 contents are shallow: references, by key. `containers` finds every container that some values are or lead to. The search ends at
-modules, parameters, functions, classes, and objects of installed packages and of Python's library, with few exceptions:
-docs/state.md names them. The second half of the file says what the code of a function can reach.
+modules, parameters, functions, classes, and objects of torch, DeepSpeed and this package: what these hold is no state of one
+forward. The second half of the file says what the code of a function can reach.
 """
 
 from __future__ import annotations
 
-import argparse
-import array
 import collections
 import contextlib
 import dis
@@ -26,17 +24,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
-import numpy as np
 import torch
 from torch import nn
 
 _Member = types.MemberDescriptorType | types.GetSetDescriptorType
-_Bytes = bytearray | array.array
 _Collection = list[Any] | collections.deque[Any] | dict[Any, Any] | set[Any]
 
 MISSING: Final = object()  # in the place of a value that is not there
 MOST_CONTAINERS: Final = 20_000  # below one value; more are no state of a forward
-MOST_ELEMENTS: Final = 1 << 16  # of an array or `bytearray`, which is read whole at each look
 
 _ATOMS: Final = (type(None), bool, int, float, complex, str, bytes, type, enum.Enum, nn.Module, torch.dtype, torch.device)
 _ATOMS_TOO: Final = (torch.Tensor, torch.Generator, types.ModuleType, types.CodeType, types.BuiltinFunctionType, range, slice)
@@ -44,9 +39,6 @@ _CALLED: Final = (types.FunctionType, types.MethodType, partial)
 _LEAVES: Final = (*_ATOMS, *_ATOMS_TOO, *_CALLED)
 _LIBRARIES: Final = frozenset({"torch", "deepspeed", "ds_vertical", "greenlet", "numpy", "accelerate", "tokenizers"})
 _ENDS: Final = _LIBRARIES | (frozenset(sys.stdlib_module_names) - {"collections", "types", "__main__"})
-_PLAIN_OBJECTS: Final = (collections.UserDict, collections.UserList, types.SimpleNamespace, argparse.Namespace)
-_CONFIGS: Final = frozenset({"PretrainedConfig", "PreTrainedConfig"})  # of transformers, on a user's own model too
-_MARKS: Final = ("_dynamo", "_inductor", "ds_", "_ds_")  # beginnings of the names that torch and DeepSpeed give tensors
 
 SIMPLE: Final = frozenset({type(None), bool, int, float, complex, str, bytes, type, range, slice})
 
@@ -146,58 +138,12 @@ def container_of(value: object, given: bool = False) -> Container | None:
         return _collection(value)
     if isinstance(value, threading.local):
         return Container(value, lambda: Contents(vars(value)), lambda contents: _update(vars(value), contents))
-    if isinstance(value, bytearray | array.array | np.ndarray):
-        return _elements_of(value)
     if _ends_the_search(type(value), given):
         return None
     members = [member for cls in type(value).__mro__ for member in _members_of(cls)]
     return (
         Container(value, partial(_read_members, value, members), partial(_write_members, value, members)) if members else None
     )
-
-
-def attributes_of(tensor: torch.Tensor) -> Container:
-    """The attributes that a user's code has set, or will set, on a tensor."""
-    held: Any = vars(tensor)
-
-    def read() -> Contents:
-        return Contents((name, each) for name, each in held.items() if not name.startswith(_MARKS))
-
-    def write(contents: Mapping[str, object]) -> None:
-        for name in read().keys() - contents.keys():
-            del held[name]
-        held.update(contents)
-
-    marked = any(name.startswith(_MARKS) for name in held)
-    return Container(held, read, write, None if marked else held)
-
-
-def _elements_of(value: _Bytes | np.ndarray) -> Container | None:
-    """The elements of an array of objects, or the bytes of one of numbers; None where there are many, and for NumPy's arrays of
-    numbers, whose elements `snapshot` compares."""
-    if not isinstance(value, np.ndarray):
-        if len(value) > MOST_ELEMENTS:
-            return None
-        return Container(value, lambda: Contents({"": bytes(value)}), partial(_set_bytes, value))
-    if value.dtype != np.dtype(object) or not 0 < value.size <= MOST_ELEMENTS or not value.ndim or not value.flags.writeable:
-        return None
-    return Container(value, lambda: Contents(enumerate(value.flat)), partial(_set_objects, value))
-
-
-def _set_bytes(value: _Bytes, contents: Mapping[str, bytes]) -> None:
-    data = contents[""]
-    if len(bytes(value)) == len(data):  # somebody may look into its memory, which must stay where it is then
-        memoryview(value).cast("B")[:] = data
-    elif isinstance(value, bytearray):
-        value[:] = data
-    else:
-        del value[:]
-        value.frombytes(data)
-
-
-def _set_objects(value: np.ndarray, contents: Mapping[int, object]) -> None:
-    for index, each in contents.items():
-        value[np.unravel_index(index, value.shape)] = each
 
 
 def _collection(value: _Collection) -> Container:
@@ -286,14 +232,9 @@ def _ends_the_search(cls: type, given: bool) -> bool:
     """Whether the instances of a class are a library's (loggers, progress bars), not the user's: their contents are left
     alone."""
     root = cls.__module__.partition(".")[0]
-    if issubclass(cls, _PLAIN_OBJECTS) or (root == "transformers" and _is_config(cls)):
+    if issubclass(cls, collections.UserDict | collections.UserList | types.SimpleNamespace):
         return False
     return root in _ENDS or (not given and root not in HOMES)
-
-
-@functools.cache
-def _is_config(cls: type) -> bool:
-    return any(each.__name__ in _CONFIGS for each in cls.__mro__)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ds_vertical.errors import LayerError
-from ds_vertical.model.state.containers import Container, Contents, attributes_of, container_of
+from ds_vertical.model.state.containers import Container, Contents, container_of
 from ds_vertical.model.state.fingerprints import LARGEST_NUMEL, Fingerprint, fingerprint, num_bytes_read, same_fingerprint
 from ds_vertical.model.state.module_state import (
     Answer,
@@ -209,10 +209,7 @@ class Snapshot:
             known = self._containers.get(id(value))
             if known is not None and known[1] in (OUTSIDE, region):
                 continue
-            if known is not None:
-                container = known[2]
-            else:  # of parameters, DeepSpeed's own
-                container = attributes_of(value) if type(value) is torch.Tensor else container_of(value)
+            container = known[2] if known is not None else container_of(value)
             if container is None:
                 continue
             contents = known[3] if known is not None else container.read()
