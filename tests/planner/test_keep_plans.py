@@ -75,11 +75,12 @@ def test_everything_is_kept_in_memory_where_the_cores_decide(tokens: int, count:
 
 @pytest.mark.slow
 def test_where_memory_is_short_the_ssd_takes_what_is_kept_and_wears() -> None:
-    kept, plain = (plan(512, 6, LIMITED, host=1.7e9, keep=keep) for keep in (True, False))
+    kept, plain = (plan(512, 6, LIMITED, host=1.6e9, keep=keep) for keep in (True, False))
     chosen = kept.chosen
     assert chosen.choice.kept is not None and chosen.choice.kept.ssd > 0
-    cells = 6 * 6  # of the last two layers none
-    assert chosen.traffic.kept_written == cells * chosen.choice.kept.point.num_bytes == chosen.traffic.kept_read
+    cells = chosen.traffic.kept_written / chosen.choice.kept.point.num_bytes
+    assert cells == pytest.approx(chosen.choice.kept.ssd * 6 * 6, abs=1) and cells.is_integer()  # of the last two layers none
+    assert chosen.traffic.kept_read == chosen.traffic.kept_written
     assert chosen.traffic.written > plain.chosen.traffic.written
     # of two ranks, a day, over the free bytes of the SSD
     size = 4e9

@@ -266,7 +266,8 @@ def _in_the_way(path: Path) -> str | None:
         return "is a link that leads to no file" if path.is_symlink() else None
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    if path.name == manifest.LATEST or any(each in head for each in (_OUR_SCRIPT, *_DEEPSPEEDS_SCRIPTS)):
+    is_cut = not head  # DeepSpeed empties the file before it copies: a full disk or a kill may have come between the two
+    if path.name == manifest.LATEST or is_cut or any(each in head for each in (_OUR_SCRIPT, *_DEEPSPEEDS_SCRIPTS)):
         return None
     return "is no script of ours or of DeepSpeed's"
 

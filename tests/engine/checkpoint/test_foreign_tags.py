@@ -179,6 +179,7 @@ TAKEN = {
     "latest not text": (PLACED[0], lambda path: path.write_bytes(b"\xff")),
     "our script": (PLACED[1], lambda path: shutil.copy(zero_to_fp32.__file__, path)),
     "our first script": (PLACED[1], text('#!/usr/bin/env python\n"""fp32 weights out of a checkpoint of ds_vertical, for')),
+    "script that a copy has emptied": (PLACED[1], text("")),
     "DeepSpeed's script": (PLACED[1], lambda path: shutil.copy(stock_zero_to_fp32.__file__, path)),
 }
 
