@@ -199,14 +199,15 @@ class FailureWatch:
         rank, or for one that failed, for as long as that one's kind of end allows."""
         with self._changed:
             ended = {entry.rank for entry in self.log.entries if entry.kind != "failed" or entry.section > self._settled}
-            for rank, process in self.peers.gone(ended):
-                if self._is_read(rank):
-                    self.log.entries.append(RankReport(rank, "gone", _ALWAYS, "", f"pid {process.pid}"))
             for report in self.beats.lost(ended):
                 if self._rank == 0:  # for all ranks to read, this one among them
                     self.log.send(report, 0.0)
                 else:
                     self.log.entries.append(report)
+            # behind the hosts: where the store has gone with its host, a rank of this one can tell nobody why it ends
+            for rank, process in self.peers.gone(ended):
+                if self._is_read(rank):
+                    self.log.entries.append(RankReport(rank, "gone", _ALWAYS, "", f"pid {process.pid}"))
             cause = self._cause(*_ENDS) if self._inside else None
             what = self._inside[0] if self._inside else ""
             if cause is None:

@@ -239,3 +239,16 @@ def test_a_rank_that_has_died_is_gone_only_once_its_last_words_have_been_read(
     monkeypatch.setattr(watch.peers, "gone", lambda ended: iter([] if 0 in ended else [(0, watch.peers.processes[0])]))
     threading.Timer(0.3, held.set).start()
     assert "ValueError: no such batch" in pair.wait_for_ever(1)
+
+
+def test_behind_a_host_that_has_gone_with_the_store_nobody_is_blamed_who_ends_for_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of this host has noticed first and has ended, and could tell nobody any more."""
+    watch = pair.ranks[1]
+    lost = RankReport(0, "lost", 1 << 62, "", "host nodeA (rank 0) has closed the store of the process group")
+    monkeypatch.setattr(watch.log, "is_open", False)
+    monkeypatch.setattr(watch.beats, "lost", lambda ended: [] if 0 in ended else [lost])
+    monkeypatch.setattr(watch.peers, "gone", lambda ended: iter([] if 5 in ended else [(5, watch.peers.processes[1])]))
+    assert "host nodeA (rank 0) has closed the store" in pair.wait_for_ever(1)
+    assert [entry.kind for entry in watch.log.entries] == ["lost", "gone"]
