@@ -18,6 +18,7 @@ import torch
 
 from ds_vertical.compat import accelerator
 from ds_vertical.compat.accelerator import dist, init_distributed
+from ds_vertical.compat.ops import cache
 from ds_vertical.distributed.failure_watch import FailureWatch, chain, end_now, end_process
 from ds_vertical.errors import OtherRankError
 from ds_vertical.io.runs import run_dir
@@ -226,9 +227,11 @@ def ranks_on_these_cores() -> int:
 
 
 def start_distributed() -> None:
-    """Initialise the distributed back end if nobody has."""
+    """Initialise the distributed back end if nobody has, with the op of it that the user's cache has: DeepSpeed would compile
+    it elsewhere, and wait for ever there for a process that was killed while it did so."""
     if not dist.is_initialized():
         _refuse_bare_python()
+        cache.activate()
         init_distributed(dist_backend=accelerator.get_accelerator().communication_backend_name())
     if not accelerator.get_accelerator().is_synchronized_device():  # nobody has bound this rank to its device before zero.Init
         accelerator.get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -539,3 +539,17 @@ def test_build_ops_compiles_a_real_op_into_an_empty_cache(user: User) -> None:
     assert run.returncode == 0, run.stderr
     # both of its files may be finished between two signs of life: then these never count above 0
     assert "deepspeed_shm_comm is ready after" in run.stderr and " objects\n" in run.stderr
+
+
+def test_a_rank_that_no_engine_has_started_takes_its_op_from_the_users_cache(user: User) -> None:
+    """`limits --links` has such ranks: they waited for ever where a killed process had left its lock in DeepSpeed's folder."""
+    code = (
+        "import os; from ds_vertical.distributed import ranks;"
+        " ranks.init_distributed = lambda **_: (print(os.environ.get('TORCH_EXTENSIONS_DIR'), flush=True), os._exit(0));"
+        " ranks.start_distributed()"
+    )
+    folder = user.folder / "rank"
+    folder.mkdir()
+    done = forks.run(folder, [sys.executable, "-c", code], user.environment | {"RANK": "0"}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.split()[-1]).is_relative_to(user.folder / "cache"), done.stdout
