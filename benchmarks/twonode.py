@@ -132,7 +132,7 @@ def build_configs(options: argparse.Namespace) -> dict[str, Config]:
     from ds_vertical.cli.bench.arms import build_arms
 
     settings = [f"gradient_accumulation_steps={options.micro_batches}", f"gradient_clipping={options.clip}"]
-    settings += [] if options.dtype == "bf16" else ["bf16.enabled=false"]
+    settings += [f"bf16.enabled={json.dumps(options.dtype == 'bf16')}"]  # whatever the file says
     source = options.config or ROOT / "configs" / f"{options.model}_cpu.json"
     made = build_arms(source, None, settings, num_ranks=len(NAMES) * options.ranks_per_node)
     return {name: ARMS[name](dict(made.vertical), dict(made.stock), options.ranks_per_node) for name in options.arms}

@@ -426,7 +426,7 @@ def test_with_levels_fewer_bytes_cross_the_link_as_the_formula_says(tmp_path: Pa
     for arm in arms.values():
         assert arm["inbound_over_formula"] == pytest.approx(1, rel=0.02)
     flat, levels, quantized = (arms[name]["inbound_bytes_per_step"] for name in ("flat", "levels", "int8_int4"))
-    assert flat >= 2.75 * levels and levels >= 3.7 * quantized
+    assert flat >= 2.7 * levels and levels >= 3.7 * quantized  # 2.75, but for what lies outside the layers
     assert arms["levels"]["losses"] == pytest.approx(arms["flat"]["losses"], rel=1e-3)
     assert arms["int8_int4"]["losses"] == pytest.approx(arms["flat"]["losses"], rel=0.01)
 
