@@ -204,7 +204,7 @@ class FailureWatch:
                     self.log.send(report, 0.0)
                 else:
                     self.log.entries.append(report)
-            # behind the hosts: where the store has gone with its host, a rank of this one can tell nobody why it ends
+            # Behind the hosts: where one is lost, and the store with it, a rank here that ends for that can tell nobody why.
             for rank, process in self.peers.gone(ended):
                 if self._is_read(rank):
                     self.log.entries.append(RankReport(rank, "gone", _ALWAYS, "", f"pid {process.pid}"))

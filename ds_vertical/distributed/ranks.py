@@ -227,8 +227,8 @@ def ranks_on_these_cores() -> int:
 
 
 def start_distributed() -> None:
-    """Initialise the distributed back end if nobody has, with the op of it that the user's cache has: DeepSpeed would compile
-    it elsewhere, and wait for ever there for a process that was killed while it did so."""
+    """Initialise the distributed back end if nobody has. On the CPU it has a compiled op, which comes from the user's cache: in
+    DeepSpeed's own folder a process waits for ever for one that was killed while it compiled there."""
     if not dist.is_initialized():
         _refuse_bare_python()
         cache.activate()

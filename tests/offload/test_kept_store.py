@@ -21,7 +21,7 @@ from ds_vertical.errors import MemoryBudgetError, StorageError
 from ds_vertical.io import files
 from ds_vertical.model.kept.slots import KeptStorage, Slots, unpack
 from ds_vertical.offload.kept_store import Growth, KeptStore
-from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
+from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper, moved_remedy
 from ds_vertical.types import HOLDING, Tier
 
 CELL = (0, 0)
@@ -73,6 +73,7 @@ def test_what_is_advised_where_memory_is_full_changes_something() -> None:
     products, everything = (KeptStore(None, 0, policy=policy, may_advise_ssd=policy == "everything") for policy in HOLDING)
     assert '"keep": "free" or "none" (now "products"), or, where' in products.remedy()
     assert '"keep": "products" or "none" (now "everything"), "keep_device": "ssd", or, where' in everything.remedy()
+    assert '"device": "ssd"' in moved_remedy(may_advise_ssd=True) and '"ssd"' not in moved_remedy()
 
 
 def test_host_memory_without_room_for_one_cell_is_told_so(tmp_path: Path) -> None:

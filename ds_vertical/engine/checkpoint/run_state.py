@@ -128,8 +128,10 @@ def set_optimizer(engine: TrainedEngine, numbers: Mapping[str, Any]) -> None:
 
 def set_counters(engine: TrainedEngine, numbers: Mapping[str, Any]) -> None:
     """The counters, and the seed of the micro-batches' random streams where the JSON does not write one."""
-    for name in (each for each in _COUNTERS if each in numbers["counters"]):  # DeepSpeed's checkpoints have not all
-        setattr(engine, name, numbers["counters"][name])
+    counters = numbers["counters"]
+    for name in _COUNTERS:
+        if name in counters:  # DeepSpeed's checkpoints have not all of them
+            setattr(engine, name, counters[name])
     if engine.stream_seed is not None and "vertical_schedule.seed" not in settings_of(engine):
         engine.stream_seed = numbers["stream_seed"]
     engine.self_check.checked_model = numbers.get("checked_model")

@@ -171,8 +171,8 @@ class PlainOrder:
 
 
 def _unless_interrupted(release: Callable[[], None]) -> Callable[..., None]:
-    """For an exit stack. Behind an interrupt, which may have cut the gather of what would be released, nothing is released: the
-    step that it ends has the store give up everything, whatever state that is in."""
+    """`release` as a callback of an exit stack, which an interrupt leaves out: it may have cut the gather of what would be
+    released, so that DeepSpeed refused to. The step that it ends then gives up all parameters (`ParamStore.release_all`)."""
 
     def leave(kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or issubclass(kind, Exception):

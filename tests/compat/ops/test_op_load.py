@@ -58,9 +58,8 @@ def that_does_not_compile(name: str, folder: Path, monkeypatch: pytest.MonkeyPat
     """An op of ours with another source, which does not compile."""
     broken = folder / "broken.cpp"
     broken.write_text("#error on purpose\n")
-    op = replace(
-        getattr(load, name), source=str(broken), shipped=()
-    )  # DeepSpeed's kernel would be compiled beside it for a minute
+    # nothing of DeepSpeed's: it would be compiled beside the broken file for a minute
+    op = replace(getattr(load, name), source=str(broken), shipped=())
     monkeypatch.setattr(load, name, op)
     try:
         yield op
