@@ -315,16 +315,34 @@ class EvaluatedStep(RunningStep):
         super().__init__(call_model)
         self._index = index
         self._runs = runs
+        self._calls: list[tuple[object, object]] = []  # of the model, by the last run of the code
 
     def body(self, run: Callable[[], object], form: Hashable) -> Body:
         """It as the forward of its micro-batch, which returns what the code returns."""
 
         def whole() -> object:
             self._runs.begins(self._index)
+            self._calls = []
             with self.running():
                 return run()
 
-        return Body(whole, None, form)
+        return Body(whole, None, form, alone=self._alone)
+
+    def forward(self, *inputs: object, **kwargs: object) -> object:  # override
+        """As any step's, and noted for the check of evaluations: it runs none of the user's code again."""
+        self._calls.append((inputs, kwargs))
+        return super().forward(*inputs, **kwargs)
+
+    def _alone(self) -> Callable[[], object] | None:
+        calls, step = self._calls, RunningStep(self.call_model)  # the check may come in a later window, and keeps no more
+        if not calls:
+            return None
+
+        @torch.no_grad()
+        def run() -> list[object]:
+            return [step.forward(*inputs, **kwargs) for inputs, kwargs in map(micro.copied, calls)]
+
+        return run
 
 
 def loss_of_outputs(outputs: object) -> torch.Tensor:

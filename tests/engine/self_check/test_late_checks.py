@@ -258,12 +258,6 @@ def test_evaluations_that_are_right_are_checked_once(tmp_path: Path, capsys: pyt
     assert ends[0] == ends[1]
 
 
-def test_no_evaluation_of_a_model_without_such_state_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with running(config_in(tmp_path, section={"self_check": True}), Base, vertical=True) as (engine, _):
-        engine.eval_batch(iter(batches(1)[0]))
-    assert "of an evaluation" not in capsys.readouterr().out
-
-
 class Slow(SharedContext):
     """Each forward takes a quarter of a second at least."""
 
