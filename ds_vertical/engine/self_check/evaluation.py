@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -83,7 +83,8 @@ class EvaluationCheck:
         if self._parts.vertical.self_check is False:
             return
         own = _alone(bodies)
-        told = ranks.all_gathered((self._is_new, len(bodies), len(own), len(self._calls)))
+        may_be_first = (len(bodies) > 1 or not own) and self._is_new
+        told = ranks.all_gathered((may_be_first, len(bodies), len(own), len(self._calls)))
         is_new, numbers, of_own, noted = (list(each) for each in zip(*told, strict=True))
         knows = min(of_own) > 0  # the calls of this evaluation, on all ranks
         self._is_open = any(is_new) and not knows and max(noted) < NUM_MICRO_BATCHES
@@ -150,8 +151,8 @@ class EvaluationCheck:
             took = f"{first.seconds[1]:.1f} s in stock's order, {first.seconds[0]:.1f} s in the schedule's"
             if not any(ranks.all_gathered(first.differ)):
                 return took, _told(first.unread), None
-            with _noting(blocks) as noted:
-                again = self._both(bodies, noted.wrapped(evaluate), undo)
+            noted = _Outputs(blocks)
+            again = self._both(bodies, partial(noted.of_pass, evaluate), undo)
         found, left_out = _judged(first, again)
         if found is None:
             return took, _told(first.unread + left_out), None
@@ -196,23 +197,22 @@ class _Both:
         ]
 
 
-class _Noted:
+class _Outputs:
     """What blocks have returned in some passes: digests by micro-batch and block, of each pass by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._blocks = blocks
         self._passes: list[dict[tuple[int, int], list[Digest]]] = []
 
-    def wrapped(self, evaluate: Evaluate) -> Evaluate:
-        """As `evaluate`, each run of which is a pass."""
-
-        def run(bodies: Sequence[Body]) -> list[Any]:
-            self._passes.append({})
+    def of_pass(self, evaluate: Evaluate, bodies: Sequence[Body]) -> list[Any]:
+        """As `evaluate`, in a pass that is noted."""
+        self._passes.append({})
+        with contextlib.ExitStack() as hooks:  # no longer: what puts state back would take them off
+            for number, block in enumerate(self._blocks):
+                hooks.callback(block.register_forward_hook(partial(self._note, number)).remove)
             return evaluate(bodies)
 
-        return run
-
-    def note(self, block: int, output: object) -> None:
-        """A block has returned `output`."""
+    def _note(self, block: int, _module: nn.Module, _args: object, output: object) -> None:
         current = getcurrent()
         if isinstance(current, Coroutine):
             self._passes[-1][current.micro_batch.index, block] = digests_of(output)
@@ -226,19 +226,6 @@ class _Noted:
             if index >= 0:
                 return block, index
         return None
-
-
-@contextlib.contextmanager
-def _noting(blocks: Sequence[nn.Module]) -> Iterator[_Noted]:
-    noted = _Noted()
-    with contextlib.ExitStack() as hooks:
-        for number, block in enumerate(blocks):
-
-            def note(_module: nn.Module, _args: object, output: object, number: int = number) -> None:
-                noted.note(number, output)
-
-            hooks.callback(block.register_forward_hook(note).remove)
-        yield noted
 
 
 def _judged(first: _Both, again: _Both) -> tuple[EvaluationDifference | None, list[str]]:
