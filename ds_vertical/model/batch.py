@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ds_vertical.io.streams import works_beside_host
 
+T = TypeVar("T")
 LossFn = Callable[[Any, Any], torch.Tensor]
 LossOf = Callable[[Callable[[], Any]], torch.Tensor]  # of what runs a forward's suffix and returns its outputs, the loss
 
@@ -115,9 +116,8 @@ def items_of(loss_fn: LossFn | None, batches: Sequence[object]) -> list[int] | N
     return [int(each) for each in found]
 
 
-def copied(inputs: Any) -> Any:
+def copied(inputs: T) -> T:
     """A micro-batch with a copy of every tensor, into which a forward may write; other values as they are."""
-    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     return pytree.tree_map_only(torch.Tensor, torch.clone, inputs)
 
 

@@ -315,7 +315,7 @@ class EvaluatedStep(RunningStep):
         super().__init__(call_model)
         self._index = index
         self._runs = runs
-        self._calls: list[tuple[object, object]] = []  # of the model, by the last run of the code
+        self._calls: list[tuple[tuple[object, ...], dict[str, object]]] = []  # of the model, by the last run of the code
 
     def body(self, run: Callable[[], object], form: Hashable) -> Body:
         """It as the forward of its micro-batch, which returns what the code returns."""

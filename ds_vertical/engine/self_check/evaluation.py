@@ -118,10 +118,10 @@ class EvaluationCheck:
             self._check(calls, alone)
 
     def _give_up(self) -> None:
-        self._modes.add(_modes_of(self._parts.module))
         with self._agreed():
             if self._parts.vertical.self_check:
                 raise SelfCheckError(f"{_PAST_THE_ENGINE}, or write self_check: null, which evaluates without it")
+        self._modes.add(_modes_of(self._parts.module))
         accelerator.log(f"ds_vertical: warning: evaluated without a check. {_PAST_THE_ENGINE}")
 
     def _check(self, bodies: Sequence[Body], evaluate: Evaluate) -> None:
