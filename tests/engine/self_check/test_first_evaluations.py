@@ -23,7 +23,9 @@ from torch import nn
 from ds_vertical.engine.self_check.check import SelfCheckError
 from ds_vertical.engine.self_check.evaluation import MOST_MODES
 
-LINE = re.compile(r"self_check: 2 micro-batches of an evaluation, \d+\.\d s in stock's order, \d+\.\d s in the schedule's: (.*)")
+LINE = re.compile(
+    r"self_check: 2 micro-batches of an evaluation, \d+\.\d s in stock's order, \d+\.\d s in the schedule's: (.*)"
+)
 
 
 def in_memory(folder: Path, wanted: bool | None, **section: Any) -> dict[str, Any]:
@@ -279,9 +281,7 @@ def test_code_for_one_micro_batch_each_is_checked_ahead_of_several(tmp_path: Pat
     assert alone == seen[:2] == seen[M:] and right == pytest.approx(sum(seen[:M]) / M)
 
 
-def test_code_that_does_not_call_the_engine_is_not_checked_and_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_code_that_does_not_call_the_engine_is_not_checked_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step, seen = batches(1)[0], list[float]()
     for wanted, refused in ((None, False), (True, True)):
         with running(in_memory(tmp_path, wanted), Base, vertical=True) as (engine, model):
