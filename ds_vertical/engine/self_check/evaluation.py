@@ -44,8 +44,8 @@ from ds_vertical.model.thread_state import preserved
 Evaluate = Callable[[Sequence[Body]], list[Any]]  # results of forwards in layer-major order
 MOST_MODES: Final = 8  # of the modules, in which first evaluations are checked
 _PAST_THE_ENGINE: Final = (
-    "vertical_schedule.self_check: this evaluation's code does not call the engine, so which inputs its model gets is not known,"
-    " and the check cannot run; call engine(...), or the model that the trainer hands over"
+    "vertical_schedule.self_check: this evaluation's code does not call the engine, so the inputs of its model are not known, and"
+    " the check cannot run; call engine(...), or the model that the trainer hands over"
 )
 
 

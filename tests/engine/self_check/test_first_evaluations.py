@@ -104,7 +104,7 @@ class DrawingBlock(Block):
 
 
 class Drawing(Base):
-    """Random numbers in evaluations, a buffer that each forward writes, and inputs that it writes."""
+    """Random numbers in evaluations, and a buffer that each forward writes."""
 
     block = DrawingBlock
 
@@ -118,9 +118,6 @@ class Drawing(Base):
 
     def end(self, x: torch.Tensor) -> torch.Tensor:
         return torch.dropout(x, 0.5, True).mean() * self.seen.sum()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.mul_(2))
 
 
 def evaluated_twice(folder: Path, wanted: bool | None) -> list[Any]:
@@ -142,6 +139,22 @@ def test_it_is_checked_once_and_changes_nothing(tmp_path: Path, capsys: pytest.C
         lines.append(LINE.findall(capsys.readouterr().out))
     assert lines == [["they agree"], ["they agree"], []] and found[0] == found[1] == found[2]
     assert found[0][1][-1] == M and found[0][2]
+
+
+class Doubling(Base):
+    """Writes into its inputs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(2))
+
+
+def test_inputs_that_the_model_writes_are_written_once(tmp_path: Path) -> None:
+    found = []
+    for wanted in (None, False):
+        step = batches(1)[0]
+        with running(in_memory(tmp_path, wanted), Doubling, vertical=True) as (engine, _):
+            found.append((engine.eval_batch(iter(step)).item(), [batch["x"].sum().item() for batch in step]))
+    assert found[0] == found[1]
 
 
 def test_a_step_that_was_checked_says_nothing_of_evaluations(tmp_path: Path) -> None:
