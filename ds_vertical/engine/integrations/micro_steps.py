@@ -322,25 +322,24 @@ class EvaluatedStep(RunningStep):
 
         def whole() -> object:
             self._runs.begins(self._index)
-            self._calls = []
+            self._calls = calls = []
+            coroutine = getcurrent()
+            if isinstance(coroutine, Coroutine):  # calls past the engine, as a Trainer makes them, are the model's, too
+                coroutine.micro_batch.calls.ahead = lambda *call: calls.append(call)
             with self.running():
                 return run()
 
         return Body(whole, None, form, alone=self._alone)
 
-    def forward(self, *inputs: object, **kwargs: object) -> object:  # override
-        """As any step's, and noted for the check of evaluations: it runs none of the user's code again."""
-        self._calls.append((inputs, kwargs))
-        return super().forward(*inputs, **kwargs)
-
     def _alone(self) -> Callable[[], object] | None:
-        calls, step = self._calls, RunningStep(self.call_model)  # the check may come in a later window, and keeps no more
+        """The model's calls in the code's last run: the check of evaluations runs none of the user's code again."""
+        calls, model = self._calls, self.call_model  # the check may come in a later window, and keeps no more
         if not calls:
             return None
 
         @torch.no_grad()
         def run() -> list[object]:
-            return [step.forward(*inputs, **kwargs) for inputs, kwargs in map(micro.copied, calls)]
+            return [model(*inputs, **kwargs) for inputs, kwargs in map(micro.copied, calls)]
 
         return run
 

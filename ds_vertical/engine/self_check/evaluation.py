@@ -43,9 +43,9 @@ from ds_vertical.model.thread_state import preserved
 
 Evaluate = Callable[[Sequence[Body]], list[Any]]  # results of forwards in layer-major order
 MOST_MODES: Final = 8  # of the modules, in which first evaluations are checked
-_PAST_THE_ENGINE: Final = (
-    "vertical_schedule.self_check: this evaluation's code does not call the engine, so the inputs of its model are not known, and"
-    " the check cannot run; call engine(...), or the model that the trainer hands over"
+_IN_PARTS: Final = (
+    "vertical_schedule.self_check: this evaluation's code does not call the model, but parts of it, so the model's inputs are"
+    " not known, and the check cannot run; call engine(...), or the model that the trainer hands over"
 )
 
 
@@ -120,9 +120,9 @@ class EvaluationCheck:
     def _give_up(self) -> None:
         with self._agreed():
             if self._parts.vertical.self_check:
-                raise SelfCheckError(f"{_PAST_THE_ENGINE}, or write self_check: null, which evaluates without it")
+                raise SelfCheckError(f"{_IN_PARTS}, or write self_check: null, which evaluates without it")
         self._modes.add(_modes_of(self._parts.module))
-        accelerator.log(f"ds_vertical: warning: evaluated without a check. {_PAST_THE_ENGINE}")
+        accelerator.log(f"ds_vertical: warning: evaluated without a check. {_IN_PARTS}")
 
     def _check(self, bodies: Sequence[Body], evaluate: Evaluate) -> None:
         """Raises SelfCheckError, on every rank, where a rank's micro-batches have other results in the schedule's order."""
