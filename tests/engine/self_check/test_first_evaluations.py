@@ -255,6 +255,12 @@ def test_a_result_that_is_another_one_in_each_run_is_refused(tmp_path: Path) -> 
 # ---- code around the model's calls
 
 
+def by_parts(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for part in (model.embed, *model.blocks, model.head):
+        x = part(x)
+    return x.square().mean()
+
+
 def code_for(engine: Any, batch: dict[str, torch.Tensor], seen: list[float]) -> Callable[[], float]:
     @torch.no_grad()
     def run() -> float:
@@ -275,8 +281,8 @@ def test_code_that_brings_several_is_checked_behind_and_runs_once(tmp_path: Path
     capsys.readouterr(), seen.clear()
     with running(in_memory(tmp_path, None), Base, vertical=True) as (engine, model):
         model.eval()
-        for _ in range(2):
-            engine.eval_window([code_for(engine, batch, seen) for batch in step], step)
+        for called in (model, engine):  # a Trainer calls the one or the other
+            engine.eval_window([code_for(called, batch, seen) for batch in step], step)
     assert len(seen) == 2 * M and LINE.findall(capsys.readouterr().out) == ["they agree"]
 
 
@@ -294,15 +300,15 @@ def test_code_for_one_micro_batch_each_is_checked_ahead_of_several(tmp_path: Pat
     assert alone == seen[:2] == seen[M:] and right == pytest.approx(sum(seen[:M]) / M)
 
 
-def test_code_that_does_not_call_the_engine_is_not_checked_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_that_calls_parts_of_the_model_is_not_checked_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step, seen = batches(1)[0], list[float]()
     for wanted, refused in ((None, False), (True, True)):
         with running(in_memory(tmp_path, wanted), Base, vertical=True) as (engine, model):
             model.eval()
-            runs = [code_for(model, batch, seen) for batch in step]
+            runs = [code_for(partial(by_parts, model), batch, seen) for batch in step]
             if refused:
                 for _ in range(2):
-                    with pytest.raises(SelfCheckError, match="does not call the engine.*self_check: null"):
+                    with pytest.raises(SelfCheckError, match="does not call the model, but parts of it.*self_check: null"):
                         engine.eval_window(runs, step)
                 continue
             for _ in range(2):
