@@ -316,7 +316,7 @@ def scaled_llama(holder: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", [argparse.Namespace, SimpleNamespace])
+@pytest.mark.parametrize("kind", [argparse.Namespace, pytest.param(SimpleNamespace, marks=pytest.mark.slow)])
 def test_a_first_evaluation_is_checked_and_runs_the_users_code_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type
 ) -> None:
