@@ -480,7 +480,7 @@ class VerticalLoop(TrainLoop):
             sweep = build_evaluation(*shape, window=window, calls=calls.number, outside=parts.layers.outside, standing=standing)
             return parts.runner.evaluate(sweep, some)
 
-        def learned(calls: LearnedCalls, some: Sequence[Body]) -> list[Any]:
+        def learned(calls: LearnedCalls, some: Sequence[Body]) -> list[object]:
             return until_known(partial(run, some, calls), parts.start_over, calls=calls)
 
         def check() -> None:

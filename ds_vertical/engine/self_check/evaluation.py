@@ -204,7 +204,7 @@ class _Outputs:
         self._blocks = blocks
         self._passes: list[dict[tuple[int, int], list[Digest]]] = []
 
-    def of_pass(self, evaluate: Evaluate, bodies: Sequence[Body]) -> list[Any]:
+    def of_pass(self, evaluate: Evaluate, bodies: Sequence[Body]) -> list[object]:
         """As `evaluate`, in a pass that is noted."""
         self._passes.append({})
         with contextlib.ExitStack() as hooks:  # no longer: what puts state back would take them off
