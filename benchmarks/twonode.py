@@ -176,13 +176,13 @@ class Arm:
         busy, start = _busy_seconds(), time.perf_counter()
         self._tell(steps.TURN)
         ranks = self._wait(STEP_S)
-        seconds = time.perf_counter() - start
+        seconds, busy = time.perf_counter() - start, _busy_seconds() - busy
         found = {
             "step_s": max(rank["step_s"] for rank in ranks),
             "inbound_bytes": {name: count - inbound[name] for name, count in self._hosts.inbound_bytes().items()},
             "within_bytes": {name: count - within[name] for name, count in self._hosts.within_bytes().items()},
             "loss": sum(rank["loss"] for rank in ranks) / len(ranks),
-            "busy_cores": (_busy_seconds() - busy) / seconds,
+            "busy_cores": busy / seconds,
             "core_s": sum(rank["core_s"] for rank in ranks),
             "micro_batches": [rank.get("micro_batches") for rank in ranks],
         }

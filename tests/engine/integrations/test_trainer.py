@@ -155,10 +155,10 @@ def test_a_run_goes_on_from_a_checkpoint_of_stocks(tmp_path: Path, kind: str) ->
 def test_the_first_step_looks_at_the_folder_of_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saving: dict[str, Any], is_looked_at: bool
 ) -> None:
-    """A file in the folder's place is in the way of whoever looks; this rank believes that others are on other hosts."""
+    """A file in the folder's place is in the way of whoever looks; this rank hears of more ranks on its host than there are."""
     from transformers import Trainer
 
-    monkeypatch.setattr(ranks, "ranks_on_this_host", lambda: 0)
+    monkeypatch.setattr(ranks, "ranks_on_this_host", lambda: 2)
 
     def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
         args = arguments_for(folder, config, max_steps=1, **saving)
