@@ -32,6 +32,10 @@ from ds_vertical.io.runs.this_host import host_id
 
 KEY = "checkpoint.use_node_local_storage"
 _BY_JSON = 'write "checkpoint": {"use_node_local_storage": true} into the JSON'
+# the Trainer's ranks go separate ways where weights are gathered: those of other hosts get none, and save a checkpoint instead
+_BY_TRAINER = (
+    'pass save_on_each_node=True to TrainingArguments, with "stage3_gather_16bit_weights_on_model_save": false in the JSON'
+)
 _SHARE = (
     "All hosts need one folder for a checkpoint; write a path on a file system that they share, such as NFS or Lustre, or"
     " %s, for a folder on each host"
@@ -92,7 +96,7 @@ def check_at_start(save_dir: Path, node_local: bool) -> None:
 
 def check_output_dir(output_dir: Path, node_local: bool) -> None:
     """As `check_shared`, for the folder in which a Trainer makes one for each checkpoint. Collective."""
-    check_shared(output_dir, node_local, "TrainingArguments.output_dir", "pass save_on_each_node=True to TrainingArguments")
+    check_shared(output_dir, node_local, "TrainingArguments.output_dir", _BY_TRAINER)
 
 
 def check_shared(folder: Path, node_local: bool, what: str, remedy: str = _BY_JSON) -> None:
