@@ -115,7 +115,8 @@ def test_a_folder_that_hosts_do_not_share_is_refused_with_the_remedy_of_whoever_
         (shared_dir.check_at_start, 'write "checkpoint": {"use_node_local_storage": true} into the JSON'),
         (
             shared_dir.check_output_dir,
-            'pass save_on_each_node=True to TrainingArguments, with "stage3_gather_16bit_weights_on_model_save": false in the JSON',
+            "pass save_on_each_node=True to TrainingArguments, with"
+            ' "stage3_gather_16bit_weights_on_model_save": false in the JSON',
         ),
     ):
         first, second = hosts.run(lambda folder, check=check: check(folder, False))
