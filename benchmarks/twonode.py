@@ -1,4 +1,5 @@
-"""Compare arms of one training on two hosts with a slow link: seconds, losses, and the bytes that cross the link.
+"""Compare arms of one training on two hosts with a slow link: seconds, losses, the bytes that cross the link, and those that
+the ranks of a host send to each other.
 
     python benchmarks/twonode.py --model gpt_13m --rate 500mbit --arms flat,stock --micro-batches 4 --steps 6
         [--ranks-per-node 2] [--slow nodeB:25] [--tokens 8] [--json FILE]
@@ -7,8 +8,12 @@
 The two hosts are this machine's (`rig/hosts.py`: network namespaces, a shaped link, DeepSpeed's own launcher with a hostfile).
 All arms are launched first. Then each takes a step in turn while the others wait. Which arm begins changes from turn to turn,
 and the first step of each arm does not count. Ranks that wait take next to nothing of the cores: they say once a second that
-they are alive. The bytes of a step are what a host's interface has counted between the first rank's start and the last rank's
-end. The little that the ranks of waiting arms send each other meanwhile is among them.
+they are alive. The bytes of a step are what a host's interfaces have counted between the first rank's start and the last rank's
+end: `inbound_bytes_per_step` is what has come in over the link, `within_bytes_per_step` what the host's processes have sent to
+each other. Each is that of the host with more. The little that the ranks of waiting arms send each other meanwhile is among
+them, and what ranks of the first host say to the store of their process group, which is there. `inbound_over_formula` and
+`within_over_formula` divide by what `rig/traffic.py` computes from the step's collectives; where a host has one rank the
+latter is null.
 
 The links and the model's pieces are measured ahead of the arms' steps and behind them, for `twonode_plan.py`: a machine whose
 processors other machines share is not as fast at each moment.
@@ -167,20 +172,22 @@ class Arm:
     def turn(self) -> dict[str, Any]:
         """Let all ranks take a step. Returns what the ranks and the interfaces say of it. Raises ArmError."""
         self._number += 1
-        before, busy = self._hosts.inbound_bytes(), _busy_seconds()
-        start = time.perf_counter()
+        inbound, within = self._hosts.inbound_bytes(), self._hosts.within_bytes()
+        busy, start = _busy_seconds(), time.perf_counter()
         self._tell(steps.TURN)
         ranks = self._wait(STEP_S)
-        seconds, after = time.perf_counter() - start, self._hosts.inbound_bytes()
+        seconds, busy = time.perf_counter() - start, _busy_seconds() - busy
         found = {
             "step_s": max(rank["step_s"] for rank in ranks),
-            "inbound_bytes": {name: after[name] - before[name] for name in after},
+            "inbound_bytes": {name: count - inbound[name] for name, count in self._hosts.inbound_bytes().items()},
+            "within_bytes": {name: count - within[name] for name, count in self._hosts.within_bytes().items()},
             "loss": sum(rank["loss"] for rank in ranks) / len(ranks),
-            "busy_cores": (_busy_seconds() - busy) / seconds,
+            "busy_cores": busy / seconds,
             "core_s": sum(rank["core_s"] for rank in ranks),
             "micro_batches": [rank.get("micro_batches") for rank in ranks],
         }
         found["formula_bytes"] = traffic.inbound(ranks[0]["scheduled"], self._num_ranks, len(NAMES))
+        found["formula_within_bytes"] = traffic.within(ranks[0]["scheduled"], self._num_ranks, len(NAMES))
         return found
 
     def close(self) -> None:
@@ -239,8 +246,9 @@ def measure(arms: Mapping[str, Arm], num_steps: int, first_steps: int) -> dict[s
         for name in itertools.islice(itertools.cycle(arms), number % len(arms), number % len(arms) + len(arms)):
             step = arms[name].turn()
             found[name].append(step)
-            inbound = ", ".join(f"{count / 1e6:.1f} MB into {host}" for host, count in step["inbound_bytes"].items())
-            print(f"step {number + 1}, {name}: {step['step_s']:.2f} s, {inbound}, loss {step['loss']:.4f}", flush=True)
+            moved = [f"{count / 1e6:.1f} MB into {host}" for host, count in step["inbound_bytes"].items()]
+            moved += [f"{count / 1e6:.1f} MB within {host}" for host, count in step["within_bytes"].items()]
+            print(f"step {number + 1}, {name}: {step['step_s']:.2f} s, {', '.join(moved)}, loss {step['loss']:.4f}", flush=True)
     return found
 
 
@@ -249,20 +257,38 @@ def summary(taken: list[dict[str, Any]], num_samples: int, rate_bytes: float | N
     takes for a step's bytes. `core_s`: seconds of a core that all ranks of the arm take together; `busy_cores`: of the whole
     machine, the waiting arms and the kernel among them."""
     counted = taken[first_steps:]
-    by_host = {name: median(step["inbound_bytes"][name] for step in counted) for name in NAMES}
-    inbound = max(by_host.values())
+    inbound, within = (
+        max(median(step[key][name] for step in counted) for name in NAMES) for key in ("inbound_bytes", "within_bytes")
+    )
+    formula_within = counted[-1]["formula_within_bytes"]
     step_s = median(step["step_s"] for step in counted)
     return {
         "step_s": step_s,
         "inbound_bytes_per_step": inbound,
+        "within_bytes_per_step": within,
         "samples_per_s": num_samples / step_s,
         "losses": [step["loss"] for step in taken],
         "busy_cores": median(step["busy_cores"] for step in counted),
         "core_s": median(step["core_s"] for step in counted),
         "link_bound_s": inbound / rate_bytes if rate_bytes else None,
         "inbound_over_formula": inbound / counted[-1]["formula_bytes"],
+        "within_over_formula": within / formula_within if formula_within else None,
         "steps": taken,
     }
+
+
+def line_of(name: str, found: Mapping[str, Any]) -> str:
+    """What is printed of an arm at the end. `found`: see `summary`."""
+    bound = "" if found["link_bound_s"] is None else f", link alone {found['link_bound_s']:.2f} s"
+    moved = []
+    for kind, where in (("inbound", "into"), ("within", "within")):
+        over = found[f"{kind}_over_formula"]
+        share = "" if over is None else f" ({over:.3f} of the formula)"
+        moved.append(f"{found[f'{kind}_bytes_per_step'] / 1e6:.1f} MB {where} a host{share}")
+    return (
+        f"{name}: {found['step_s']:.2f} s a step{bound}, {', '.join(moved)}, {found['samples_per_s']:.2f} samples/s,"
+        f" {found['busy_cores']:.2f} cores busy"
+    )
 
 
 def measured_links(hosts: TwoHosts) -> dict[str, Any]:
@@ -415,12 +441,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"twonode.py: {error}", file=sys.stderr)
         return 1
     for name, found in content["arms"].items():
-        bound = "" if found["link_bound_s"] is None else f", link alone {found['link_bound_s']:.2f} s"
-        over = f" ({found['inbound_over_formula']:.3f} of the formula)"
-        print(
-            f"{name}: {found['step_s']:.2f} s a step{bound}, {found['inbound_bytes_per_step'] / 1e6:.1f} MB into a host{over},"
-            f" {found['samples_per_s']:.2f} samples/s, {found['busy_cores']:.2f} cores busy"
-        )
+        print(line_of(name, found))
     if options.json is not None:
         portable.write(options.json, content, ROOT / "runs" / "twonode", "twonode")
     return 0

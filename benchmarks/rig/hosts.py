@@ -31,6 +31,7 @@ from rig import quota
 
 NAMES: Final = ("nodeA", "nodeB")
 INTERFACE: Final = "eth0"  # on each host
+LOOPBACK: Final = "lo"  # of each host; the kernel sends over it what a process sends to its own host, by whatever address
 PREFIX: Final = "ds_vertical_rig."
 HERE: Final = Path(__file__).resolve().parent
 KINDS: Final = ("--mount", "--uts", "--ipc", "--net", "--pid")
@@ -111,7 +112,14 @@ class Host:
 
     def inbound_bytes(self) -> int:
         """Bytes that have come in over the link so far, by the interface's own counter. Raises RigError."""
-        shown = json.loads(self.in_network("ip", "-json", "-statistics", "link", "show", "dev", INTERFACE))
+        return self._received_bytes(INTERFACE)
+
+    def within_bytes(self) -> int:
+        """Bytes that the host's processes have got from each other so far, by the loopback's own counter. Raises RigError."""
+        return self._received_bytes(LOOPBACK)
+
+    def _received_bytes(self, interface: str) -> int:
+        shown = json.loads(self.in_network("ip", "-json", "-statistics", "link", "show", "dev", interface))
         return shown[0]["stats64"]["rx"]["bytes"]
 
     def processes(self, script: Path) -> list[int]:
@@ -236,6 +244,10 @@ class TwoHosts:
     def inbound_bytes(self) -> dict[str, int]:
         """{host: bytes that have come in}, see `Host.inbound_bytes`."""
         return {host.name: host.inbound_bytes() for host in self.hosts}
+
+    def within_bytes(self) -> dict[str, int]:
+        """{host: bytes that its processes have got from each other}, see `Host.within_bytes`."""
+        return {host.name: host.within_bytes() for host in self.hosts}
 
 
 def remove_stale(base: Path) -> None:

@@ -1,4 +1,5 @@
-"""How many bytes a step brings into one host over the link, computed from the collectives of the step."""
+"""How many bytes a step brings into one host over the link, and how many the ranks of a host get from each other: computed
+from the collectives of the step."""
 
 from __future__ import annotations
 
@@ -9,27 +10,33 @@ from typing import Any, Final
 OVERHEAD: Final = 0.02
 _FP32_BYTES: Final = 4
 _WEIGHT_BITS: Final = 8
+_KINDS: Final = ("gathered", "reduced", "spread", "crossed", "gathered_within", "reduced_within")  # see `scheduled_bytes`
 
 
 def scheduled_bytes(engine: Any) -> dict[str, int]:
     """Bytes of the last step of a vertical engine, with the padding of shards: `gathered` counts the full parameters that it
     gathered over all ranks, `reduced` the full gradients that it reduced over all ranks; `spread` and `crossed` count those
-    that it sent between nodes instead, quantised or not. A step of two halves has sent what its last one has sent, twice."""
+    that it sent between nodes instead, quantised or not, `gathered_within` and `reduced_within` those that it then gathered and
+    reduced over the ranks of a node. A step of two halves has sent what its last one has sent, twice."""
     found = _scheduled(engine)
     return {name: count * (1 if engine.vertical.acco is None else 2) for name, count in found.items()}
 
 
 def _scheduled(engine: Any) -> dict[str, int]:
-    found: dict[str, int] = {"gathered": 0, "reduced": 0, "spread": 0, "crossed": 0}
+    found = dict.fromkeys(_KINDS, 0)
     one_level, levels = engine.ran.copied is None, engine.vertical.levels
     over_nodes = levels.ranks_per_node > 1  # else copies are of single ranks
     for event in engine.ran.events:
         params = engine.layers.units.get(event.layer, ())
         trained = [param for param in params if param.requires_grad]
-        if event.op.name == "FETCH" and one_level and not event.ahead:  # one ahead is read, not gathered yet
-            found["gathered"] += sum(_full_bytes([param], param.element_size()) for param in params)
+        if event.op.name == "FETCH" and (one_level or over_nodes) and not event.ahead:  # one ahead is read, not gathered yet
+            kind = "gathered" if one_level else "gathered_within"
+            found[kind] += sum(_full_bytes([param], param.element_size()) for param in params)
         elif event.op.name == "REDUCE" and not over_nodes:
             found["reduced"] += _full_bytes(trained, _FP32_BYTES)
+        elif event.op.name == "REDUCE":
+            bits = levels.gradient_bits[0] if levels.quantized_gradients else None
+            found["reduced_within"] += _sent_bytes(trained, _FP32_BYTES, bits, levels.block)
         elif event.op.name == "SPREAD" and not over_nodes:
             found["gathered"] += sum(_full_bytes([param], param.element_size()) for param in params)
         elif event.op.name == "SPREAD":
@@ -48,7 +55,7 @@ def _full_bytes(params: Sequence[Any], element_bytes: int) -> int:
 
 
 def _sent_bytes(params: Sequence[Any], element_bytes: int, bits: int | None, block: int) -> int:
-    """Of all ranks' shards, as they cross the link. `bits`: of a quantised element; None: they are not quantised."""
+    """Of all ranks' shards, as they are sent. `bits`: of a quantised element; None: they are not quantised."""
     import torch
 
     from ds_vertical.distributed.quantize import Quantizer
@@ -62,18 +69,19 @@ def _sent_bytes(params: Sequence[Any], element_bytes: int, bits: int | None, blo
 def stock_bytes(engine: Any) -> dict[str, int]:
     """As `scheduled_bytes`, of a stock engine: each micro-batch gathers twice what does not stay on the device, and reduces all
     gradients in the dtype in which stock communicates them. With hpZ a step gathers it once over all ranks: the node's copy
-    then holds until the optimizer's step. With ZeRO-1 a step gathers and reduces once."""
+    then holds until the optimizer's step, and all other gathers are out of it. With ZeRO-1 a step gathers and reduces once."""
     if engine.zero_optimization_stage() == 1:
         params = list(engine.module.parameters())
         reduced = sum(param.numel() for param in params if param.requires_grad) * engine.communication_data_type.itemsize
         gathered = sum(param.numel() * param.element_size() for param in params)
-        return {"gathered": gathered, "reduced": reduced, "spread": 0, "crossed": 0}
+        return dict.fromkeys(_KINDS, 0) | {"gathered": gathered, "reduced": reduced}
     sizes = [(param, param.ds_tensor.ds_numel * engine.world_size) for param in engine.module.parameters()]
     gathered = sum(numel * param.element_size() for param, numel in sizes if not param.ds_persist)
     reduced = sum(numel * engine.communication_data_type.itemsize for param, numel in sizes if param.requires_grad)
-    hpz = engine.zero_hpz_partition_size() > 1
     count = engine.gradient_accumulation_steps()
-    return {"gathered": (1 if hpz else 2 * count) * gathered, "reduced": count * reduced, "spread": 0, "crossed": 0}
+    over_all = 1 if engine.zero_hpz_partition_size() > 1 else 2 * count
+    found = {"gathered": over_all * gathered, "reduced": count * reduced, "gathered_within": (2 * count - over_all) * gathered}
+    return dict.fromkeys(_KINDS, 0) | found
 
 
 def inbound(scheduled: dict[str, int], world_size: int, num_hosts: int) -> float:
@@ -83,3 +91,12 @@ def inbound(scheduled: dict[str, int], world_size: int, num_hosts: int) -> float
     share = (world_size - 1) / world_size
     flat = share * (scheduled["gathered"] + 2 * scheduled["reduced"])
     return flat + (num_hosts - 1) / num_hosts * (scheduled["spread"] + scheduled["crossed"])
+
+
+def within(scheduled: dict[str, int], world_size: int, num_hosts: int) -> float:
+    """Bytes that all ranks of one of the hosts get from each other, over gloo, where these ranks are a node. gloo's ring of all
+    ranks has an edge into each rank of the host, of which one comes from another host; see `inbound`. What the ranks of a node
+    gather or reduce among themselves comes into each rank but for its own part."""
+    ranks, share = world_size // num_hosts, (world_size - 1) / world_size
+    flat = share * (scheduled["gathered"] + 2 * scheduled["reduced"])
+    return (ranks - 1) * (flat + scheduled["gathered_within"] + scheduled["reduced_within"])

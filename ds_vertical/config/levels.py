@@ -25,7 +25,13 @@ _MOVED: Final[Mapping[str, tuple[str, object]]] = {
     "zero_quantized_weights": ("quantized_weights", False),
     "zero_quantized_gradients": ("quantized_gradients", False),
 }
-_QUANTIZED_BY_ZERO_INIT: Final = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
+# What the stock arm quantises, and what comes of it where it has no kernels that do
+_ZERO_INIT_FAILS: Final = "zero.Init fails"
+_QUANTIZED_BY_STOCK: Final = {
+    "zero_quantized_weights": _ZERO_INIT_FAILS,
+    "zero_quantized_nontrainable_weights": _ZERO_INIT_FAILS,
+    "zero_quantized_gradients": "the key does nothing on one host, and the first backward fails on several",
+}
 # By the type of the value for "off": what reads a value as DeepSpeed does, what a value must be, and an example
 _READERS: Final[Mapping[type, tuple[TypeAdapter[Any], str, str]]] = {
     int: (TypeAdapter(Annotated[int, Field(ge=0)]), "an integer >= 1", "2"),
@@ -98,15 +104,15 @@ def levels_faults(levels: Levels) -> list[str]:
 
 def stock_levels_faults(config: Mapping[str, object], device: str | None) -> list[str]:
     """What the stock arm would fail on with words of its own, with stage 3: hpZ puts its second copy where parameters rest, and
-    that must be memory; weights are quantised by kernels that the CPU has not. `device`: what the ranks compute on; None:
-    nobody knows."""
+    that must be memory; weights and gradients are quantised by kernels that the CPU has not. `device`: what the ranks compute
+    on; None: nobody knows."""
     zero = config.get(_ZERO)
     if not isinstance(zero, Mapping) or zero.get("stage") != 3:
         return []
     faults = [
         f"{_ZERO}.{key}: got {show(zero[key])} in the stock arm on the CPU, for which DeepSpeed has no kernels that quantise:"
-        " zero.Init fails; remove it"
-        for key in _QUANTIZED_BY_ZERO_INIT
+        f" {what}; remove it"
+        for key, what in _QUANTIZED_BY_STOCK.items()
         if device == "cpu" and _value(zero.get(key), False)
     ]
     size, param = _value(zero.get("zero_hpz_partition_size"), 1), zero.get("offload_param")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+from deepspeed.runtime.comm.coalesced_collectives import all_to_all_quant_reduce
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
 
@@ -129,14 +132,25 @@ def test_the_stock_arm_with_hpz_on_ssd_is_refused_where_deepspeed_would_fail() -
     assert check(config, VerticalConfig(enabled=False)) == []
 
 
-@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
-def test_the_stock_arm_with_quantised_weights_is_refused_on_the_cpu_where_zero_init_fails(key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "called", "what"),
+    [
+        ("zero_quantized_weights", CUDAQuantizer, "zero.Init fails"),
+        ("zero_quantized_nontrainable_weights", CUDAQuantizer, "zero.Init fails"),
+        ("zero_quantized_gradients", partial(all_to_all_quant_reduce, [], {}), "does nothing on one host, and .* on several"),
+    ],
+    ids=["weights", "weights that are not trained", "gradients"],
+)
+def test_the_stock_arm_that_quantises_is_refused_on_the_cpu_where_deepspeed_fails(
+    key: str, called: Callable[[], object], what: str
+) -> None:
     config = changed({key: True})
     assert check(config, VerticalConfig(enabled=False), "cuda:0") == check(config, VerticalConfig(enabled=False)) == []
-    with pytest.raises(ConfigError, match=f"^zero_optimization.{key}: got true in the stock arm on the CPU.*; remove it$"):
+    told = f"^zero_optimization.{key}: got true in the stock arm on the CPU.*: .*{what}; remove it$"
+    with pytest.raises(ConfigError, match=told):
         check(config, VerticalConfig(enabled=False), "cpu")
     with pytest.raises(ValueError, match="not been implemented on CPU"):  # as DeepSpeed would say it
-        CUDAQuantizer()
+        called()
     assert check(changed({key: False}), VerticalConfig(enabled=False), "cpu") == []
     without_zero_init = changed({key: True, "stage": 2})
     assert check(without_zero_init, VerticalConfig(enabled=False), "cpu") == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import harness
 import pytest
 import torch
-from late_worker import FLAT, LEVELS, NUM_LAYERS, ON_LEVELS, STANDS, Outcome
+from late_worker import COPIES_IN_A_NODE, FLAT, LEVELS, NUM_LAYERS, ON_LEVELS, STANDS, Outcome
 from places import SUPPORT
 from processes import start_ranks
 
@@ -86,6 +86,15 @@ def test_the_devices_budget_covers_what_training_takes(outcomes: Find) -> None:
     """A few tokens a micro-batch: activations, which it leaves out, take less than 1 MiB."""
     for late in outcomes(LEVELS, "late"):
         assert late.peak - (1 << 20) <= late.budget <= 1.5 * late.peak, (late.peak, late.budget)
+
+
+@pytest.mark.slow
+def test_nodes_of_several_copies_have_the_bits_of_the_cpu(outcomes: Find, tmp_path: Path) -> None:
+    """Of four ranks one node: hops in pairs, and then over the two pairs. Of eight ranks two nodes: over these, too."""
+    assert [late.hops for late in outcomes(COPIES_IN_A_NODE, "late")] == [["pair", "node"]] * 4
+    late, cpu = (train(tmp_path, device, [COPIES_IN_A_NODE], 8)[COPIES_IN_A_NODE] for device in ("late", "cpu"))
+    assert_right(late, cpu)
+    assert [each.hops for each in late] == [["pair", "node", "world"]] * 8
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ LEVELS = ["--levels", "2"]  # with two ranks on each host
 ENDED_S = 15.0  # until they have ended, as docs/multi-node.md says
 SEND = """
 import socket, sys, time
-peer = socket.create_connection(("nodeB", 5000))
+peer = socket.create_connection((sys.argv[1], 5000))
 peer.sendall(bytes(25_000_000))
 peer.shutdown(socket.SHUT_WR)
 peer.recv(1)
@@ -79,11 +79,24 @@ def test_the_link_has_its_rate_and_counts(tmp_path: Path) -> None:
         receiver = [str(hosts.bin / "ssh"), "nodeB", f"exec {sys.executable} -c '{RECEIVE}'"]
         with subprocess.Popen(receiver, stdout=subprocess.PIPE, text=True) as listening:
             assert listening.stdout is not None and listening.stdout.readline() == "listening\n"
-            hosts.run("nodeA", f"{sys.executable} -c '{SEND}'")
+            hosts.run("nodeA", f"{sys.executable} -c '{SEND}' nodeB")
             rate = float(listening.stdout.readline())
         assert rate == pytest.approx(500e6 / 8, rel=0.1)
         counted = hosts.inbound_bytes()
         assert counted["nodeB"] == pytest.approx(25_000_000, rel=0.01) and counted["nodeA"] < 500_000
+        assert max(hosts.within_bytes().values()) < 500_000
+
+
+def test_what_a_hosts_processes_send_each_other_is_counted_there_and_not_on_the_link(tmp_path: Path) -> None:
+    """By the host's address on the link, as gloo's ranks do."""
+    with TwoHosts(tmp_path, RATE) as hosts:
+        receiver = [str(hosts.bin / "ssh"), "nodeB", f"exec {sys.executable} -c '{RECEIVE}'"]
+        with subprocess.Popen(receiver, stdout=subprocess.PIPE, text=True) as listening:
+            assert listening.stdout is not None and listening.stdout.readline() == "listening\n"
+            hosts.run("nodeB", f"{sys.executable} -c '{SEND}' nodeB")
+        within = hosts.within_bytes()
+        assert within["nodeB"] == pytest.approx(25_000_000, rel=0.01) and within["nodeA"] < 500_000
+        assert max(hosts.inbound_bytes().values()) < 500_000
 
 
 def test_a_killed_driver_leaves_nothing_that_the_next_one_does_not_remove(tmp_path: Path) -> None:
@@ -129,6 +142,7 @@ def test_a_step_over_levels_has_the_loss_of_one_level_and_brings_fewer_bytes_ove
     for rank in (0, 2):
         for run in (flat, levels):
             assert run[rank]["inbound"][0] == pytest.approx(run[rank]["formula"][0], rel=0.02)
+            assert run[rank]["within"][0] == pytest.approx(run[rank]["formula_within"][0], rel=0.02)
         assert flat[rank]["inbound"][0] > 2 * levels[rank]["inbound"][0]
 
 
@@ -149,6 +163,7 @@ def test_two_hosts_have_the_bits_of_one_and_move_what_the_formula_says(tmp_path:
         assert (host["neighbours"], here["neighbours"]) == (ranks_per_host, num_ranks)
     for host in two[::ranks_per_host]:
         assert host["inbound"][-1] == pytest.approx(host["formula"][-1], rel=0.02)
+        assert host["within"][-1] == pytest.approx(host["formula_within"][-1], rel=0.02, abs=100_000)
 
 
 def loop_on(hosts: TwoHosts) -> Launch:
@@ -411,6 +426,7 @@ def test_the_benchmark_of_two_hosts(tmp_path: Path) -> None:
     assert flat["losses"] == pytest.approx(stock["losses"], rel=1e-3) and len(flat["losses"]) == 2
     assert flat["inbound_over_formula"] == pytest.approx(1, rel=0.02)
     assert flat["inbound_bytes_per_step"] < stock["inbound_bytes_per_step"]
+    assert flat["within_over_formula"] is None and flat["within_bytes_per_step"] < 0.01 * flat["inbound_bytes_per_step"]
     assert flat["samples_per_s"] == pytest.approx(16 / flat["step_s"])  # 2 ranks, M = 2, 4 rows each
     assert {"date", "machine", "configs"} <= found.keys() and str(tmp_path) not in record.read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
@@ -419,12 +435,15 @@ def test_the_benchmark_of_two_hosts(tmp_path: Path) -> None:
 @slow
 def test_with_levels_fewer_bytes_cross_the_link_as_the_formula_says(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    words = ["--model", "gpt_13m", "--rate", "1gbit", "--arms", "flat,levels,int8_int4", "--micro-batches", "1", "--steps", "1"]
+    arms_given = "flat,levels,int8_int4,stock_hpz"
+    words = ["--model", "gpt_13m", "--rate", "1gbit", "--arms", arms_given, "--micro-batches", "1", "--steps", "1"]
     words += ["--ranks-per-node", "2", "--folder", str(tmp_path), "--json", str(record)]
     subprocess.run([sys.executable, str(ROOT / "benchmarks" / "twonode.py"), *words], check=True)
     arms = json.loads(record.read_text())["arms"]
     for arm in arms.values():
         assert arm["inbound_over_formula"] == pytest.approx(1, rel=0.02)
+        assert arm["within_over_formula"] == pytest.approx(1, rel=0.02)
+    assert arms["int8_int4"]["within_bytes_per_step"] == pytest.approx(arms["levels"]["within_bytes_per_step"], rel=0.02)
     flat, levels, quantized = (arms[name]["inbound_bytes_per_step"] for name in ("flat", "levels", "int8_int4"))
     assert flat >= 2.7 * levels and levels >= 3.7 * quantized  # 2.75, but for what lies outside the layers
     assert arms["levels"]["losses"] == pytest.approx(arms["flat"]["losses"], rel=1e-3)

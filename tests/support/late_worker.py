@@ -280,6 +280,8 @@ def _levels(
     return replace(_case(dtype, clip, section, **options), zero={"zero_hpz_partition_size": 2, **(zero or {})})
 
 
+COPIES_IN_A_NODE = "fp32, levels, a node of two copies"
+NODES = {"levels": {"gradients": 4}}  # of which two ranks each share a copy
 STANDING = {"levels": {"copy_on_device": True}, "optimizer_delay": 0}
 ON_LEVELS = {
     LEVELS: _levels("fp32", 1.0),
@@ -300,6 +302,10 @@ ON_LEVELS = {
     "bf16, levels, parameters on the device": _levels("bf16", 1.0, params="none", optimizer="cpu"),
     "bf16, levels, late steps": _levels("bf16", 0.0, {"optimizer_delay": 0.5}),
     "bf16, levels, nothing beside anything": _levels("bf16", 1.0, {"overlap": False}),
+    COPIES_IN_A_NODE: _levels("fp32", 1.0, NODES),
+    "bf16, levels, a node of two copies, INT8 everywhere": _levels(
+        "bf16", 1.0, {"levels": {"gradients": 4, "gradient_bits": [8, 8]}}, QUANTIZED
+    ),
     "fp32, levels, rank 0 fails alone": replace(_levels("fp32", 1.0), between=fail_alone),
 }
 STANDS = [name for name in ON_LEVELS if "copies on the device" in name]
@@ -310,7 +316,8 @@ ON_RANKS = {LISTENING: replace(_case("bf16", 1.0), listens=True), FLAT: _case("f
 class Outcome:
     """What training has given; on the late device also the host's waits of each step, what was wrong, bytes of host memory
     that are still registered with the device once the engine is gone; bytes of the device that the budget has for the training,
-    and that it has taken at most. `lanes`: the threads that issue collectives over levels."""
+    and that it has taken at most. `lanes`: the threads that issue collectives over levels; `hops`: the levels over which they
+    go."""
 
     run: harness.Run | None = None
     waits: list[Counter[Any]] = field(default_factory=list)
@@ -319,6 +326,7 @@ class Outcome:
     budget: int = -1
     peak: int = -1
     lanes: list[str] = field(default_factory=list)
+    hops: list[str] = field(default_factory=list)
     error: str | None = None
 
 
@@ -383,6 +391,15 @@ def lanes() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith(("ds_vertical weights", "ds_vertical grad"))]
 
 
+def hops(engine: Any) -> list[str]:
+    """The levels of several ranks, by their names. Collective."""
+    from ds_vertical.distributed.topology import Level
+    from ds_vertical.distributed.unit_levels import topology_for
+
+    topology = topology_for(engine.vertical.levels) if engine.vertical.levels.are_on else None
+    return [] if topology is None else [level.value for level in Level if topology.width(level) > 1]
+
+
 def outcome(case: Case, folder: Path) -> Outcome:
     import late_device
 
@@ -397,7 +414,7 @@ def outcome(case: Case, folder: Path) -> Outcome:
         found.peak = max(found.peak, torch.accelerator.memory_stats()["active_bytes.all.peak"] - before)
 
     def look(engine: Any, model: nn.Module, config: dict[str, Any]) -> None:
-        found.budget, found.lanes = device_budget(engine, model, config), lanes()
+        found.budget, found.lanes, found.hops = device_budget(engine, model, config), lanes(), hops(engine)
 
     before = torch.accelerator.memory_stats()["active_bytes.all.current"]
     try:

@@ -16,10 +16,11 @@ from places import ROOT, SUPPORT
 sys.path.append(str(ROOT / "benchmarks"))
 
 from rig import launch  # noqa: E402
-from rig.hosts import INTERFACE, NAMES, TwoHosts, refusal, remove_stale  # noqa: E402
+from rig.hosts import INTERFACE, LOOPBACK, NAMES, TwoHosts, refusal, remove_stale  # noqa: E402
 
 __all__ = [
     "INTERFACE",
+    "LOOPBACK",
     "NAMES",
     "ForkedRanks",
     "ForkedRun",

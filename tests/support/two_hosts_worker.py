@@ -5,8 +5,9 @@
         [--trace FOLDER] [--levels RANKS] [--stand-in EVENT]
 
 Each rank writes OUT/rank<R>.json at the end: losses, a digest of weights and of its share of the state, and per step the bytes
-that came in over the host's link. `--loop`: steps without end; OUT/step<R> holds the number of the last one. `--save`: saves to
-each folder at the end, and says what came of it, as does `--on-signal` of an engine with that `on_signal.save_dir`.
+that came in over the host's link, and those that the host's processes got from each other. `--loop`: steps without end;
+OUT/step<R> holds the number of the last one. `--save`: saves to each folder at the end, and says what came of it, as does
+`--on-signal` of an engine with that `on_signal.save_dir`.
 `--node-local`: hosts that do not share the folder have one each. `--load`: loads each folder's last checkpoint, with the digest
 behind each, and goes on from the last one. `--keep`: ahead of all that follows a step and a save to the folder, and
 OUT/kept<R>.json has the digest behind it. `--die`: that rank is killed in the save at the end, at that point. `--levels`: so
@@ -42,23 +43,29 @@ from rig import traffic  # two_hosts has put benchmarks/ on the path
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import save
 
+COUNTED = {"inbound": two_hosts.INTERFACE, "within": two_hosts.LOOPBACK}
 
-def inbound_bytes() -> int:
-    """Of this host's link; 0 where there is none."""
-    lines = [line.partition(":") for line in Path("/proc/net/dev").read_text().splitlines()]
-    return next((int(rest.split()[0]) for name, _, rest in lines if name.strip() == two_hosts.INTERFACE), 0)
+
+def received_bytes() -> dict[str, int]:
+    """Over this host's link, and over its loopback; 0 where there is none."""
+    lines = [line.partition(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:]]  # behind the table's head
+    counts = {name.strip(): rest.split()[0] for name, _, rest in lines}
+    return {key: int(counts.get(interface, 0)) for key, interface in COUNTED.items()}
 
 
 def train(engine: Any, rank: int, count: int) -> dict[str, Any]:
-    found: dict[str, list[Any]] = {"losses": [], "inbound": [], "formula": []}
+    found: dict[str, list[Any]] = {name: [] for name in ("losses", "inbound", "within", "formula", "formula_within")}
     steps, first = itertools.cycle(rank_worker.batches(rank, dist.get_world_size())), engine.global_steps
     for step in itertools.islice(steps, first, first + count):
         dist.barrier()
-        before = inbound_bytes()
+        before = received_bytes()
         found["losses"].append(engine.train_batch(iter(step)).item().hex())
         dist.barrier()
-        found["inbound"].append(inbound_bytes() - before)
-        found["formula"].append(traffic.inbound(traffic.scheduled_bytes(engine), dist.get_world_size(), 2))
+        after, scheduled = received_bytes(), traffic.scheduled_bytes(engine)
+        for key in COUNTED:
+            found[key].append(after[key] - before[key])
+        found["formula"].append(traffic.inbound(scheduled, dist.get_world_size(), 2))
+        found["formula_within"].append(traffic.within(scheduled, dist.get_world_size(), 2))
     return found
 
 

@@ -31,9 +31,14 @@ from ds_vertical.errors import CheckpointError
 from ds_vertical.io.runs.this_host import host_id
 
 KEY = "checkpoint.use_node_local_storage"
+_BY_JSON = 'write "checkpoint": {"use_node_local_storage": true} into the JSON'
+# the Trainer's ranks go separate ways where weights are gathered: those of other hosts get none, and save a checkpoint instead
+_BY_TRAINER = (
+    'pass save_on_each_node=True to TrainingArguments, with "stage3_gather_16bit_weights_on_model_save": false in the JSON'
+)
 _SHARE = (
-    "All hosts need one folder for a checkpoint; write a path on a file system that they share, such as NFS or Lustre, or write"
-    ' "checkpoint": {"use_node_local_storage": true} into the JSON, for a folder on each host'
+    "All hosts need one folder for a checkpoint; write a path on a file system that they share, such as NFS or Lustre, or"
+    " %s, for a folder on each host"
 )
 
 
@@ -70,39 +75,48 @@ class Places:
 # ---- ahead of a save
 
 
-def check_seen(path: Path, save_dir: Path, makers_host: str, maker: int = 0) -> None:
+def check_seen(path: Path, save_dir: Path, makers_host: str, maker: int = 0, node_local: str = _BY_JSON) -> None:
     """Raise CheckpointError where this rank does not see the new folder or file that rank `maker` has just made in
-    `save_dir`."""
+    `save_dir`. `node_local`: how the user gives each host a folder of its own, for the message."""
     if not path.exists():
         raise CheckpointError(
             f"{save_dir}: host {socket.gethostname()} does not see what rank {maker} on host {makers_host} has just written"
-            f" there. {_SHARE}"
+            f" there. {_SHARE % node_local}"
         )
 
 
 def check_at_start(save_dir: Path, node_local: bool) -> None:
-    """Refuse a `save_dir` whose files of others a save would refuse. Where ranks are on several hosts, let all of them look for
-    a file that rank 0 writes there and removes again; with `node_local`, find the places. The folder is made then where there
-    is none. Collective.
-
-    Raises CheckpointError, OtherRankError; OSError.
-    """
-    with ranks.all_or_none("vertical_schedule.on_signal.save_dir"):
+    """Refuse an `on_signal.save_dir` whose files of others a save would refuse, or which hosts do not share; see
+    `check_shared`. Collective. Raises CheckpointError, OtherRankError, OSError."""
+    what = "vertical_schedule.on_signal.save_dir"
+    with ranks.all_or_none(what):
         check_placed(save_dir, PLACED)
+    check_shared(save_dir, node_local, what)
+
+
+def check_output_dir(output_dir: Path, node_local: bool) -> None:
+    """As `check_shared`, for the folder in which a Trainer makes one for each checkpoint. Collective."""
+    check_shared(output_dir, node_local, "TrainingArguments.output_dir", _BY_TRAINER)
+
+
+def check_shared(folder: Path, node_local: bool, what: str, remedy: str = _BY_JSON) -> None:
+    """Where ranks are on several hosts, let all of them look for a file that rank 0 writes in a folder and removes again; with
+    `node_local`, find the places. The folder is made then where there is none. `what`: as for `find_places`; `remedy`: as
+    `check_seen` has it. Collective. Raises CheckpointError, OtherRankError, OSError."""
     if ranks.ranks_on_this_host() == ranks.world_size():
         return
     if node_local:
-        find_places(save_dir, "vertical_schedule.on_signal.save_dir")
+        find_places(folder, what)
         return
     token, host = ranks.all_gathered((secrets.token_hex(8), socket.gethostname()))[0]
-    path, is_first = save_dir / f".ds_vertical.{token}", ranks.rank() == 0
+    path, is_first = folder / f".ds_vertical.{token}", ranks.rank() == 0
     try:
-        with ranks.all_or_none("vertical_schedule.on_signal.save_dir"):
+        with ranks.all_or_none(what):
             if is_first:
-                make_folder(save_dir)
+                make_folder(folder)
                 path.touch()
-        with ranks.all_or_none("vertical_schedule.on_signal.save_dir"):
-            check_seen(path, save_dir, host)
+        with ranks.all_or_none(what):
+            check_seen(path, folder, host, node_local=remedy)
     finally:
         if is_first:
             with contextlib.suppress(OSError):

@@ -39,7 +39,10 @@ class _Accelerator(Protocol):
 
 
 class _Arguments(Protocol):
+    output_dir: str
     prediction_loss_only: bool
+    save_only_model: bool
+    save_strategy: str
 
 
 class Trainer(Protocol):

@@ -14,6 +14,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Final, TypeVar
 
 from torch import nn
@@ -21,6 +22,7 @@ from torch import nn
 from ds_vertical.compat import accelerator
 from ds_vertical.compat.engine import DeepSpeedEngine
 from ds_vertical.distributed import ranks
+from ds_vertical.engine.checkpoint import shared_dir
 from ds_vertical.engine.integrations.counted import CountedByTrainer
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.integrations.eval_windows import EvaluationWindows, Preprocessing, fitting
@@ -80,6 +82,7 @@ class Bridge:
         self._evaluations = Evaluations(trainer, self._counted)
         self._batches: Sequence[object] = ()
         self._results: list[object] = []
+        self._checked_dir = ""  # an `output_dir` that `_check_output_dir` has found fit
 
     def install(self) -> None:
         """Put the bridge's methods in the place of the Trainer's. Raises ConfigError where a subclass's take others."""
@@ -111,6 +114,7 @@ class Bridge:
             )
         if position == 0:
             self._refuse_generation()
+            self._check_output_dir(model)
             self._results = self._step(model, batches, lambda batch: self._micro_step(model, copy.copy(batch), *args, **kwargs))
         return self._results[position]
 
@@ -130,6 +134,15 @@ class Bridge:
 
     def _counted(self) -> CountedByTrainer:
         return CountedByTrainer(self._trainer, lambda line: accelerator.log(f"ds_vertical: warning: {line}"))
+
+    def _check_output_dir(self, engine: CallableEngine) -> None:
+        """Refuse a folder for checkpoints that not all hosts see, ahead of the first step: the first save would."""
+        args = self._trainer.args
+        if args.save_strategy == "no" or args.save_only_model or args.output_dir == self._checked_dir:
+            return
+        with ranks.collective_section("TrainingArguments.output_dir"):
+            shared_dir.check_output_dir(Path(args.output_dir), engine.use_node_local_storage())
+        self._checked_dir = args.output_dir
 
     def _refuse_evaluated(self, model: nn.Module) -> None:
         """An evaluation, or a prediction, ahead of `train` has made an engine without an optimizer: stock breaks at its first

@@ -97,7 +97,10 @@ def test_what_deepspeed_alone_fails_on_is_refused_before_anything_runs(tmp_path:
         arms(tmp_path, [f"{hpz}=2"], BASE | section)
     with pytest.raises(ConfigError, match=f"base.json: {int8}: got true in the stock arm on the CPU"):
         arms(tmp_path, [f"{hpz}=2", f"{int8}=true", 'zero_optimization.offload_param.device="cpu"'], BASE | section)
-    alone = arms(tmp_path, [f"{hpz}=2", f"{int8}=true"], BASE | section, with_stock=False)
+    int4 = "zero_optimization.zero_quantized_gradients"
+    with pytest.raises(ConfigError, match=f"base.json: {int4}: got true in the stock arm on the CPU"):
+        arms(tmp_path, [f"{hpz}=2", f"{int4}=true", 'zero_optimization.offload_param.device="cpu"'], BASE | section)
+    alone = arms(tmp_path, [f"{hpz}=2", f"{int8}=true", f"{int4}=true"], BASE | section, with_stock=False)
     assert alone.vertical["zero_optimization"]["zero_hpz_partition_size"] == 2
 
 

@@ -20,7 +20,7 @@ from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import leftovers, manifest, shared_dir, tag_dir
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder
-from ds_vertical.errors import CheckpointError
+from ds_vertical.errors import CheckpointError, OtherRankError
 
 TOKEN = "0123abcd"
 Call = Callable[[Path], Any]
@@ -105,6 +105,27 @@ def begun(folder: Path, text: str, token: str = TOKEN) -> TagFolder:
 
 def text_in(folder: Path) -> str:
     return json.loads((folder / "two" / "rank0" / manifest.NAME).read_text())["text"]
+
+
+# ---- ahead of a run
+
+
+def test_a_folder_that_hosts_do_not_share_is_refused_with_the_remedy_of_whoever_names_it(hosts: Hosts) -> None:
+    for check, remedy in (
+        (shared_dir.check_at_start, 'write "checkpoint": {"use_node_local_storage": true} into the JSON'),
+        (
+            shared_dir.check_output_dir,
+            "pass save_on_each_node=True to TrainingArguments, with"
+            ' "stage3_gather_16bit_weights_on_model_save": false in the JSON',
+        ),
+    ):
+        first, second = hosts.run(lambda folder, check=check: check(folder, False))
+        assert isinstance(second, CheckpointError) and isinstance(first, OtherRankError)
+        assert str(second).startswith(f"{hosts.folders[1]}: host B does not see what rank 0 on host A has just written there. ")
+        assert str(second).endswith(f", or {remedy}, for a folder on each host") and str(second) in str(first)
+        assert hosts.run(lambda folder, check=check: check(folder, True)) == [None, None], "each has its own"
+        assert hosts.run(lambda _, check=check: check(hosts.folders[0], False)) == [None, None], "they share it"
+        assert [list(each.iterdir()) for each in hosts.folders] == [[], []]
 
 
 # ---- a tag that was not there

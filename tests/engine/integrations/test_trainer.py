@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from harness import differing
 from trainer_runs import HOST, Seen, arguments_for, assert_same, both, recorder, run_arm, tiny_llama, token_rows
 from trl_data import adapter
 
+from ds_vertical.distributed import ranks
 from ds_vertical.engine.integrations import eval_windows
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.train_loop import seeded
@@ -142,6 +143,37 @@ def test_a_run_goes_on_from_a_checkpoint_of_stocks(tmp_path: Path, kind: str) ->
     stock, vertical = both(tmp_path, lambda *given: train(*given, resume=checkpoint))
     assert_same(stock, vertical)
     assert [log["epoch"] for log in stock.logs if "grad_norm" in log] == [1, 1 + 4 / 11], "two steps are left"
+
+
+@pytest.mark.parametrize(
+    ("saving", "is_looked_at"),
+    [
+        ({"save_strategy": "steps"}, True),
+        pytest.param({"save_strategy": "epoch", "save_on_each_node": True}, True, marks=pytest.mark.slow),
+        ({"save_strategy": "no"}, False),
+        pytest.param({"save_strategy": "steps", "save_only_model": True}, False, marks=pytest.mark.slow),
+    ],
+)
+def test_the_first_step_looks_at_the_folder_of_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saving: dict[str, Any], is_looked_at: bool
+) -> None:
+    """A file in the folder's place is in the way of whoever looks; this rank hears of more ranks on its host than there are."""
+    from transformers import Trainer
+
+    monkeypatch.setattr(ranks, "ranks_on_this_host", lambda: 2)
+
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        args = arguments_for(folder, config, max_steps=1, **saving)
+        trainer = Trainer(model=tiny_llama(num_layers=2), args=args, train_dataset=token_rows(8), callbacks=[stopping_at(1)])
+        Path(args.output_dir).rmdir()
+        Path(args.output_dir).touch()
+        with suppress(OSError):
+            trainer.train()
+        seen.more["steps"] = trainer.state.global_step
+        return trainer
+
+    seen = run_arm(tmp_path, vertical=True, train=train)
+    assert seen.more["steps"] == (0 if is_looked_at else 1)
 
 
 def stopping_at(step: int) -> Any:
