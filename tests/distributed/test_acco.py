@@ -13,7 +13,7 @@ from typing import Any
 import acco_worker
 import pytest
 import torch
-from acco_worker import ADAM, CURVATURES, NUM_DESCENTS, VOCAB, Batch, Model, batches
+from acco_worker import ADAM, CURVATURES, NUM_DESCENTS, VOCAB, Batch, Model, batches, items_of
 from harness import differing, largest_relative
 from processes import start_ranks
 from rank_groups import Found, Groups
@@ -95,25 +95,29 @@ def sums(
     return {name: param.grad.double() for name, param in model.named_parameters() if param.grad is not None}, total
 
 
-def reference(counts: list[list[int]], rates: list[float], clip: float, weighted: bool = False) -> Reference:
-    """Of all ranks' micro-batches: theta~' = Opt(theta, s, g~/N~), then theta', s' = Opt(theta, s, (g~ + g)/(N~ + N))."""
+def reference(
+    counts: list[list[int]], rates: list[float], clip: float, weighted: bool = False, blank: int | None = None
+) -> Reference:
+    """Of all ranks' micro-batches: theta~' = Opt(theta, s, g~/N~), then theta', s' = Opt(theta, s, (g~ + g)/(N~ + N)). Where
+    N~ is 0 nothing is predicted: the next g~ is taken at theta'."""
     torch.manual_seed(0)
     model, found = Model(), Reference()
     committed = {name: param.detach().clone() for name, param in model.named_parameters()}
-    predicted, by_rank = committed, [batches(counts, rank) for rank in range(len(counts[0]))]
+    predicted, by_rank = committed, [batches(counts, rank, blank=blank) for rank in range(len(counts[0]))]
     for step, rate in enumerate(rates):
         halves: list[list[tuple[Batch, float]]] = [[], []]
         for own in (each[step] for each in by_rank):
             for index, batch in enumerate(own):
-                halves[index >= len(own) // 2].append((batch, float(batch["labels"].numel()) if weighted else 1.0))
+                halves[index >= len(own) // 2].append((batch, float(items_of(batch)) if weighted else 1.0))
         before, first_loss = sums(model, predicted, halves[0])
         behind, second_loss = sums(model, committed, halves[1])
         first, both = sum(weight for _, weight in halves[0]), sum(weight for half in halves for _, weight in half)
-        guess, _ = clipped({name: grad / first for name, grad in before.items()}, clip)
+        guess, _ = clipped({name: grad / max(first, 1.0) for name, grad in before.items()}, clip)
         whole = {name: (grad + behind[name]) / both for name, grad in before.items()}
         gradient, norm = clipped(whole, clip)
         predicted, _ = found.adam.after(committed, guess, rate)
         committed, found.adam = found.adam.after(committed, gradient, rate)
+        predicted = predicted if first else committed
         found.losses.append((first_loss + second_loss) / both)
         found.norms.append(norm)
         found.grads.append(whole)
@@ -162,6 +166,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
         {"name": "same", "repeated": True},
         {"name": "other", "section": traced},
         {"name": "uneven", "counts": UNEVEN, "micro_batches": 6},
+        {"name": "blank", "counts": UNEVEN, "micro_batches": 6, "weighted": True, "blank": 1},
         {"name": "untouched", "kind": "untouched"},
         {"name": "resumed", "kind": "resumed"},
         {"name": "failing", "kind": "failing"},
@@ -177,6 +182,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
         {"name": "same bf16", "repeated": True, "dtype": "bf16", "clip": 0.0},
         {"name": "other apart", "section": apart},
         {"name": "weighted", "counts": UNEVEN, "micro_batches": 6, "weighted": True, "clip": 0.0},
+        {"name": "blank unclipped", "counts": UNEVEN, "micro_batches": 6, "weighted": True, "blank": 1, "clip": 0.0},
         {"name": "fetched", "section": {"outside_layers": "fetched", "prefetch_layers": 2}},
         {"name": "kept", "section": {"activations": {"keep": "everything"}}},
         {"name": "evaluated", "kind": "evaluated"},
@@ -217,6 +223,13 @@ def test_other_micro_batches_commit_what_the_formulas_say(two: Groups, name: str
 def test_other_numbers_of_micro_batches_do_too(two: Groups, name: str, clip: float) -> None:
     rates = two[name][0]["taken"]
     assert_committed(two[name], reference(UNEVEN, rates, clip, weighted=name == "weighted"), has_mean_of_all=True)
+
+
+@pytest.mark.parametrize(("name", "clip"), [("blank", 0.5), slow("blank unclipped", 0.0)])
+def test_a_first_half_that_weighs_nothing_predicts_nothing(two: Groups, name: str, clip: float) -> None:
+    """In the second of four steps `num_items` is 0 for all micro-batches of both ranks' first halves."""
+    expected = reference(UNEVEN, two[name][0]["taken"], clip, weighted=True, blank=1)
+    assert_committed(two[name], expected, has_mean_of_all=True)
 
 
 def test_a_tentative_step_leaves_masters_moments_powers_and_weights_as_they_are(two: Groups) -> None:

@@ -53,8 +53,9 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
 
 
-def batches(counts: Sequence[Sequence[int]], rank: int, repeated: bool = False) -> list[list[Batch]]:
-    """Per step the micro-batches of a rank, of different lengths. `repeated`: each step has the same ones twice."""
+def batches(counts: Sequence[Sequence[int]], rank: int, repeated: bool = False, blank: int | None = None) -> list[list[Batch]]:
+    """Per step the micro-batches of a rank, of different lengths. `repeated`: each step has the same ones twice. `blank`: the
+    step whose first half weighs nothing (`items_of`)."""
     steps = []
     for step, own in enumerate(counts):
         count = own[rank] // 2 if repeated else own[rank]
@@ -62,9 +63,15 @@ def batches(counts: Sequence[Sequence[int]], rank: int, repeated: bool = False) 
         for index in range(count):
             generator = torch.Generator().manual_seed(1000 * step + 100 * rank + index)
             ids = torch.randint(0, VOCAB, (1, 6 + (3 * index + step + rank) % 5), generator=generator)
-            made.append({"input_ids": ids[:, :-1], "labels": ids[:, 1:]})
+            is_blank = step == blank and index < count // 2
+            made.append({"input_ids": ids[:, :-1], "labels": ids[:, 1:] * (not is_blank)})
         steps.append(made * 2 if repeated else made)
     return steps
+
+
+def items_of(batch: Batch) -> int:
+    """What a micro-batch weighs in the mean of a run that is `weighted`."""
+    return batch["labels"].numel() if batch["labels"].any() else 0
 
 
 class Bowl(nn.Module):
@@ -97,7 +104,7 @@ class TokenLoss:
         return loss
 
     def num_items(self, batch: Batch) -> int:
-        return batch["labels"].numel()
+        return items_of(batch)
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,7 @@ class Job:
     dtype: str = "fp32"
     clip: float = 0.5
     weighted: bool = False
+    blank: int | None = None
     rate: float = 0.0
     first: int = 0
     section: dict[str, Any] = field(default_factory=dict)
@@ -136,7 +144,7 @@ class Job:
         return made
 
     def batches(self, rank: int) -> list[list[Batch]]:
-        return batches(self.counts, rank, self.repeated)
+        return batches(self.counts, rank, self.repeated, self.blank)
 
 
 def own(shares: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:

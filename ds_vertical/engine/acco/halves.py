@@ -72,7 +72,7 @@ class _Half:
 
 
 class FirstHalf(_Half):
-    """`share`: of the step's micro-batches, those of the first half; set ahead of it."""
+    """`share`: of what the step's gradients weigh, those of the first half; set ahead of it."""
 
     def __init__(self, driver: StepDriver, tentative: TentativeStep) -> None:
         super().__init__(driver, tentative, ShareSink(tentative.gradients))
