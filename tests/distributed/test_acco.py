@@ -24,6 +24,8 @@ TOLERANCE = 1e-6  # fp32, relative per tensor
 EVEN = [[4, 4]] * 4
 RATES = (0.1, 0.2, 0.33)
 UNEVEN = [[4, 2], [2, 5], [3, 4], [5, 4]]
+SHORT = [[4, 4], [2, 2], [2, 2], [4, 4], [3, 3]]
+BY_TOTAL = [[5, 3], [2, 2], [3, 2], [3, 5], [3, 5]]  # of the log's 5 and 3, then 3 and 5: steps 2 and 3 bring fewer
 pytestmark = pytest.mark.timeout(1000)  # processes of one core each, which other work may share
 
 
@@ -161,6 +163,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
     apart = {"overlap": False}
     one_half: dict[str, Any] = {"acco": None, "counts": [[2, 2]] * 4, "micro_batches": 2}
     traced = {"trace": str(folder / "trace")}
+    log = folder / "counts.log"
+    log.write_text("elastic: from step 1: micro-batches 5 3\nelastic: from step 3: micro-batches 3 5\n")
+    by_log = {"min_micro_batches": 2, "total": 8, "counts": str(log)}
     runs: list[dict[str, Any]] = [
         {"name": "exact", **one_half},
         {"name": "same", "repeated": True},
@@ -171,8 +176,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
         {"name": "resumed", "kind": "resumed"},
         {"name": "failing", "kind": "failing"},
         {"name": "poisoned", "kind": "poisoned"},
-        {"name": "short", "counts": [[4, 4], [2, 2], [2, 2], [4, 4], [3, 3]]},
-        {"name": "single", "kind": "told", "counts": [[4, 1]]},
+        {"name": "short", "counts": SHORT},
+        {"name": "short resumed", "kind": "resumed", "counts": SHORT},
+        {"name": "by total", "counts": BY_TOTAL, "micro_batches": 6, "section": {"elastic": by_log}},
+        {"name": "ending", "kind": "ending", "counts": [[8, 5]]},
         {"name": "by calls", "kind": "by calls"},
         *_bowls(RATES[1]),
     ]
@@ -190,6 +197,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
         {"name": "written", "kind": "written"},
         {"name": "gathered", "kind": "gathered"},
         {"name": "checked", "section": {"self_check": True}},
+        {"name": "measured", "kind": "elastic", "counts": [[6, 6]] * 5, "section": {"elastic": {"min_micro_batches": 2}}},
+        {"name": "cut", "kind": "cut", "counts": [[2, 2]] * 16},
+        {"name": "derived", "kind": "told", "top": {"gradient_accumulation_steps": None, "train_batch_size": 6}},
         *_bowls(RATES[0]),
         *_bowls(RATES[2]),
     ]
@@ -265,11 +275,31 @@ def test_the_learning_rate_follows_the_gradients_that_were_counted(two: Groups) 
         assert rank["counters"]["global_samples"] == 8 + 4 + 4 + 8 + 6
 
 
-@pytest.mark.parametrize("name", ["resumed", slow("evaluated"), "failing"])
-def test_a_load_evaluations_and_steps_that_fail_change_no_bit(two: Groups, name: str) -> None:
-    for plain, found in zip(two["other"], two[name], strict=True):
-        assert found["losses"] == plain["losses"] and found["lr"][0] == plain["rates"][-1]
-        assert not differing(plain["weights"] | plain["state"], found["contents"])
+def test_with_elastic_the_learning_rate_follows_its_total(two: Groups) -> None:
+    """With M = 6 and a total of 8 the ranks bring 8, 4, 5, 8 and 8 gradients: the scheduler is at 1, 1, 2, 3 and 4 steps."""
+    steps, found = two["other"][0]["rates"], two["by total"]
+    for rank in found:
+        assert rank["rates"] == [steps[0], steps[0], steps[1], steps[2], steps[3]]
+        assert rank["counters"]["global_samples"] == 8 + 4 + 5 + 8 + 8
+    assert_committed(found, reference(BY_TOTAL, found[0]["taken"], 0.5), has_mean_of_all=False)
+
+
+@pytest.mark.slow
+def test_with_elastic_that_measures_each_step_brings_the_total(two: Groups) -> None:
+    steps = two["other"][0]["rates"]
+    for rank in two["measured"]:
+        assert [sum(counts) for counts in rank["counts"]] == [8] * 5 and min(map(min, rank["counts"])) >= 2
+        assert rank["rates"][:4] == steps and 0 < rank["loss"] < 10
+
+
+@pytest.mark.parametrize(
+    ("plain", "name"), [("other", "resumed"), ("short", "short resumed"), slow("other", "evaluated"), ("other", "failing")]
+)
+def test_a_load_evaluations_and_steps_that_fail_change_no_bit(two: Groups, plain: str, name: str) -> None:
+    """The short steps leave gradients that have not moved the learning rate yet when they are saved."""
+    for without, found in zip(two[plain], two[name], strict=True):
+        assert found["losses"] == without["losses"] and found["lr"][0] == without["rates"][-1]
+        assert not differing(without["weights"] | without["state"], found["contents"])
 
 
 @pytest.mark.slow
@@ -305,9 +335,36 @@ def test_a_weight_that_a_user_writes_is_seen_by_both_halves(two: Groups) -> None
 
 
 def test_a_rank_without_a_micro_batch_for_each_half_is_refused_on_all_ranks(two: Groups) -> None:
-    for rank in two["single"]:
+    for rank in two["ending"]:
         kind, told, _ = rank["told"]
         assert kind == "LoopError" and "the ranks bring 4, 1 micro-batches with vertical_schedule.acco" in told
+        assert "let each rank's iterator go on into the next epoch" in told
+        assert rank["steps"] == 2 and rank["brought"] == (4, 4) and 0 < rank["again"] < 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_a_step_that_is_cut_at_a_boundary_of_its_halves(two: Groups) -> None:
+    """Both ranks at the same one. What follows has the bits of a run without cuts, or both engines say that it has not."""
+    for rank in two["cut"]:
+        assert rank["wrong"] == [], "\n".join(rank["wrong"])
+        assert rank["reached"] and rank["num"] > 50
+        assert len(rank["torn"]) < 0.35 * rank["num"], "\n".join(rank["torn"])
+
+
+@pytest.mark.slow
+def test_an_odd_number_that_follows_from_the_batch_size_is_refused(two: Groups) -> None:
+    kind, told, _ = two["derived"][0]["told"]
+    assert kind == "ConfigError"
+    assert "gradient_accumulation_steps: got 3 (train_batch_size over 2 ranks) with vertical_schedule.acco" in told
+
+
+@pytest.mark.slow
+def test_one_rank_is_refused(tmp_path: Path) -> None:
+    found = run_jobs(tmp_path, 1, [{"name": "alone", "kind": "told", "counts": [[4]]}])
+    kind, told, _ = found["alone"][0]["told"]
+    assert kind == "ConfigError"
+    assert 'vertical_schedule.acco: got {"copies": "rank"} with one rank, whose gradients travel to nobody; remove it' in told
 
 
 def test_a_loop_of_the_three_calls_is_refused(two: Groups) -> None:
@@ -333,14 +390,18 @@ def test_both_steps_of_a_unit_are_taken_while_a_half_computes(two: Groups) -> No
 # ---- four ranks, of which two are a node
 
 
+FOUR = [[2, 4, 3, 2], [2, 2, 2, 2], [3, 2, 2, 4], [2, 2, 2, 2]]
+
+
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    counts = [[2, 4, 3, 2], [2, 2, 2, 2]]
+    counts = FOUR
     node: dict[str, Any] = {"zero": {"zero_hpz_partition_size": 2}}
     same: dict[str, Any] = {"repeated": True, "micro_batches": 2, **node}
     runs: list[dict[str, Any]] = [
         {"name": "rank", "counts": counts},
         {"name": "node", "counts": counts, "acco": {"copies": "node"}, **node},
+        {"name": "resumed node", "kind": "resumed", "counts": counts, "acco": {"copies": "node"}, **node},
         {"name": "exact node", "counts": [[2] * 4] * 3, "acco": None, **same},
         {"name": "same node", "counts": [[2] * 4] * 3, "acco": {"copies": "node"}, **same},
         {"name": "all one node", "kind": "told", "acco": {"copies": "node"}, "zero": {"zero_hpz_partition_size": 4}},
@@ -352,7 +413,14 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
 @pytest.mark.parametrize("name", ["rank", "node"])
 def test_copies_of_each_rank_and_of_each_node_commit_what_the_formulas_say(four: dict[str, Found], name: str) -> None:
     rates = four[name][0]["taken"]
-    assert_committed(four[name], reference([[2, 4, 3, 2], [2, 2, 2, 2]], rates, 0.5), has_mean_of_all=False)
+    assert_committed(four[name], reference(FOUR, rates, 0.5), has_mean_of_all=False)
+
+
+@pytest.mark.slow
+def test_with_copies_of_a_node_a_run_that_resumes_has_the_bits_of_one_that_does_not(four: dict[str, Found]) -> None:
+    for plain, found in zip(four["node"], four["resumed node"], strict=True):
+        assert found["losses"] == plain["losses"] and found["lr"][0] == plain["rates"][-1]
+        assert not differing(plain["weights"] | plain["state"], found["contents"])
 
 
 @pytest.mark.slow

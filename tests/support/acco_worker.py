@@ -7,8 +7,10 @@ The job: {"folder": swap folder, "out": folder for <name>.rank<R>.pt, "runs": [{
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 # run as a script, so this folder is first on the path
+import cutting
 import deepspeed
 import harness
 import torch
@@ -110,7 +113,7 @@ class TokenLoss:
 @dataclass(frozen=True)
 class Job:
     """A run over `counts`, per step the micro-batches of each rank. `acco`: the section's; None: exact steps. `zero`: further
-    keys of zero_optimization."""
+    keys of zero_optimization; `top`: of the JSON, None for one that it has not."""
 
     name: str
     counts: list[list[int]]
@@ -126,6 +129,7 @@ class Job:
     first: int = 0
     section: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
+    top: dict[str, Any] = field(default_factory=dict)
 
     def config(self, folder: Path) -> dict[str, Any]:
         section = self.section | ({} if self.acco is None else {"acco": self.acco})
@@ -141,7 +145,7 @@ class Job:
         made["optimizer"]["params"] |= ADAM
         made["scheduler"]["params"] |= {"warmup_min_lr": ADAM["lr"] / 10, "warmup_max_lr": ADAM["lr"]}
         made["zero_optimization"] |= self.zero
-        return made
+        return {key: value for key, value in (made | self.top).items() if value is not None}
 
     def batches(self, rank: int) -> list[list[Batch]]:
         return batches(self.counts, rank, self.repeated, self.blank)
@@ -332,6 +336,45 @@ def by_calls(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         return {"told": hear(lambda: [engine(**batch) for batch in ds_vertical.look_ahead(step)])}
 
 
+def ending(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """An epoch that leaves one micro-batch to rank 1 in its second step: what the ranks are told, and the loss of a step whose
+    iterators go on into the next epoch, as they are told to do."""
+    epoch = job.batches(rank)[0]
+    data = iter(epoch)
+    with harness.running(job.config(folder), Model, vertical=True) as (engine, _):
+        engine.train_batch(data)
+        told = hear(partial(engine.train_batch, data))
+        rest = epoch[job.micro_batches :]
+        again = engine.train_batch(itertools.chain(rest, epoch)).item()
+        return {"told": told, "again": again, "steps": engine.global_steps, "brought": engine._loop.shares.counts}
+
+
+def elastic(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """Steps whose counts the ranks choose by what they measure: what each step brought, and the learning rates."""
+    data, counts, rates = itertools.cycle(job.batches(rank)[0]), [], []
+    with harness.running(job.config(folder), Model, vertical=True) as (engine, _):
+        for _ in job.counts:
+            loss = engine.train_batch(data).item()
+            counts.append(engine._loop.shares.counts)
+            rates.append(engine.get_lr()[0])
+        return {"counts": counts, "rates": rates, "loss": loss}
+
+
+def cut(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """Both ranks are interrupted at the same boundary of a function of `engine/acco`, at one after the other. What went on with
+    other numbers than a run that nobody interrupts."""
+    steps, made = job.batches(rank), job.config(folder)
+    made["scheduler"]["params"]["warmup_num_steps"] = 10 * len(steps)  # each step of the scheduler is another rate
+    with cutting.Trials(folder / "cut" / str(rank), lambda _: harness.build_engine(made, Model, vertical=True), steps) as trials:
+        own = {site: n for site, n in trials.found.items() if site.file.startswith("engine/acco/")}
+        sent = [cutting.chosen(Counter(own))]
+        torch.distributed.broadcast_object_list(sent, 0)  # the first rank's: all are cut at the same ones
+        for each in sent[0]:
+            trials.cut(each)
+    reached = cutting.are_reached(sent[0])
+    return {"wrong": trials.wrong, "torn": trials.torn, "whole": trials.whole, "reached": reached, "num": len(sent[0])}
+
+
 def descend(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     """The losses of gradient descent on `Bowl`, at the rate of `job.rate`."""
     made = job.config(folder)
@@ -345,6 +388,7 @@ def descend(job: Job, folder: Path, rank: int) -> dict[str, Any]:
 KINDS = {
     **{"train": train, "untouched": untouched, "resumed": resumed, "evaluated": evaluated, "failing": failing},
     **{"descend": descend, "poisoned": poisoned, "written": written, "gathered": gathered, "told": told, "by calls": by_calls},
+    **{"ending": ending, "elastic": elastic, "cut": cut},
 }
 
 

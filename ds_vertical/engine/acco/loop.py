@@ -118,12 +118,17 @@ class HalvesLoop(VerticalLoop):
         counts = decided != self._before
         if not (counts and decided == self._concluded):
             with deferred(firmly=True):  # neither twice nor by half
-                weights.prediction.conclude(counts and weights.tentative.is_complete)
+                self.conclude_prediction(counts)
+                self.scheduler_steps, left = divmod(self.num_left + self.shares.total, self._nominal)
+                self.num_left = left if counts else self.num_left
                 self._concluded = decided
-        self.scheduler_steps, left = divmod(self.num_left + self.shares.total, self._nominal)
         super().conclude()
-        self.num_left = left if counts else self.num_left
         weights.tentative.forget()
+
+    def conclude_prediction(self, counts: bool) -> None:
+        """The step is decided: set what the next first half computes with. `counts`: whether the step does."""
+        weights = self._weights_of
+        weights.prediction.conclude(counts and weights.tentative.is_complete)
 
     # ---- checkpoints
 
@@ -157,5 +162,6 @@ class HalvesLoop(VerticalLoop):
         if min(counts) < 2:
             raise LoopError(
                 f"train_batch: the ranks bring {', '.join(map(str, counts))} micro-batches with {_KEY}, in which each half of a"
-                " step needs one of each rank, at least; let each rank's iterator end with two or more, such as by drop_last"
+                " step needs one of each rank, at least; end the epoch with the step before, on all ranks, or let each rank's"
+                " iterator go on into the next epoch"
             )
