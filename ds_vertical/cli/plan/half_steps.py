@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ds_vertical.cli.common import JsonObject
+from ds_vertical.config.cross_check import value_at
+from ds_vertical.config.levels import PARTITION_SIZE
+from ds_vertical.config.section import SECTION
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner.candidate import Candidate
 from ds_vertical.planner.model_shape import SmallTensors
@@ -45,6 +49,21 @@ def two_halves(exact: Candidate) -> TwoHalves | None:
         return None
     found = [_two_halves(exact, copies, network) for copies in _all_copies(network)]
     return min(found, key=lambda each: (bool(each.short), each.step_s))
+
+
+def changes(config: JsonObject, copies: Copies, ranks_per_node: int) -> JsonObject:
+    """What is to be changed in the JSON of an exact plan, so that it trains with two halves a step: values by path, None for a key
+    that is to go."""
+    wanted: JsonObject = {
+        f"{SECTION}.acco": {"copies": copies},
+        f"{SECTION}.optimizer_delay": 1,
+        f"{SECTION}.levels": None,
+        PARTITION_SIZE: ranks_per_node if copies == "node" else None,
+    }
+    in_memory = {"optimizer_host_share": 1, "gradient_host_share": 1, "optimizer_read_ahead_bytes": 0}
+    wanted |= {f"{SECTION}.{key}": value for key, value in in_memory.items()}
+    wanted |= {f"zero_optimization.{name}.device": "cpu" for name in ("offload_param", "offload_optimizer")}
+    return {path: value for path, value in wanted.items() if value_at(config, path) != value}
 
 
 def _all_copies(network: Network) -> Iterator[Copies]:
