@@ -8,8 +8,8 @@ update of ZeRO-Offload, as `delayed_steps.py` has it: each step is taken with th
 What a delay does grows with the learning rate: 6e-4 is that of ACCO's own runs. Its warm-up takes a tenth of the steps, unless
 `--warm-up` says otherwise. Behind it the rate falls along half a cosine, as in those runs, or it stays (`--schedule constant`).
 
-Writes benchmarks/acco/MODEL_STEPS_lrRATE_SCHEDULE.json with the held-out losses as soon as a run has ended, the text's hash, and
-of each run the commit and the packages. The same command goes on with the runs that are missing there. Where the record has
+Writes benchmarks/acco/MODEL_STEPS_lrRATE_SCHEDULE.json as soon as a run has ended, with the held-out losses, the text's hash,
+and each run's commit and packages. The same command goes on with the runs that are missing there. Where the record has
 other settings or another text, the command is refused, and nothing is written. Other work on the machine changes nothing but
 the time, so that with `--jobs` several runs train beside each other: of four ranks each, and some 4 GB.
 """

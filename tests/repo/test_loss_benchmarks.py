@@ -1,4 +1,4 @@
-"""The benchmarks of held-out losses: a record goes on with what is missing in it, and nothing writes over another one's runs."""
+"""The benchmarks of held-out losses: a record goes on with what is missing in it, and nothing writes over other runs."""
 
 from __future__ import annotations
 

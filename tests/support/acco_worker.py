@@ -365,7 +365,8 @@ def cut(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     other numbers than a run that nobody interrupts."""
     steps, made = job.batches(rank), job.config(folder)
     made["scheduler"]["params"]["warmup_num_steps"] = 10 * len(steps)  # each step of the scheduler is another rate
-    with cutting.Trials(folder / "cut" / str(rank), lambda _: harness.build_engine(made, Model, vertical=True), steps) as trials:
+    make = partial(harness.build_engine, made, Model, vertical=True)
+    with cutting.Trials(folder / "cut" / str(rank), lambda _: make(), steps) as trials:
         own = {site: n for site, n in trials.found.items() if site.file.startswith("engine/acco/")}
         sent = [cutting.chosen(Counter(own))]
         torch.distributed.broadcast_object_list(sent, 0)  # the first rank's: all are cut at the same ones
