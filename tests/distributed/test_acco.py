@@ -315,9 +315,11 @@ def test_all_ranks_hear_of_one_that_fails_in_either_half(two: Groups) -> None:
 
 @pytest.mark.parametrize("name", ["poisoned", slow("poisoned late")])
 def test_gradients_that_are_not_finite_are_skipped_and_nothing_is_predicted(two: Groups, name: str) -> None:
-    """In both halves, or in the second one, which finds a prediction from the first."""
+    """In both halves, or in the second one, which finds a prediction from the first. Both halves of the next step compute at the
+    committed weights then."""
     for rank in two[name]:
         assert rank["skipped"] == 1 and rank["changed"] == [] and not rank["predicts"]
+        assert rank["losses"][0] == pytest.approx(rank["plain"], rel=TOLERANCE)
         assert rank["again"] and all(0 < loss < 10 for loss in rank["losses"])
 
 

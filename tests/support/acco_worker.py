@@ -273,7 +273,7 @@ def failing(job: Job, folder: Path, rank: int) -> dict[str, Any]:
 
 def poisoned(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     """Behind two steps one whose gradients are not finite on rank 1, from micro-batch `job.first` on, then the same step as it
-    should be: what counts."""
+    should be: what counts. `plain`: the loss of that step at the weights that are committed ahead of it."""
     steps, calls = job.batches(rank), iter(range(job.first))
 
     def poison(loss: torch.Tensor, _: Batch) -> torch.Tensor:
@@ -286,6 +286,9 @@ def poisoned(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         engine.train_batch(iter(steps[2]), poison)
         found = {"skipped": engine.skipped_steps, "changed": harness.differing(before, contents(engine, model, rank))}
         found["predicts"] = engine._steps._prediction.is_there
+        plain = Model()
+        plain.load_state_dict(harness.read_weights(model))
+        found["plain"] = sum(plain(**batch).item() for batch in steps[2]) / len(steps[2])
         losses = [engine.train_batch(iter(step)).item() for step in steps[2:]]
         return found | {"losses": losses, "again": engine._steps._prediction.is_there}
 
