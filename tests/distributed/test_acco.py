@@ -361,14 +361,6 @@ def test_an_odd_number_that_follows_from_the_batch_size_is_refused(two: Groups) 
     assert "gradient_accumulation_steps: got 3 (train_batch_size over 2 ranks) with vertical_schedule.acco" in told
 
 
-@pytest.mark.slow
-def test_one_rank_is_refused(tmp_path: Path) -> None:
-    found = run_jobs(tmp_path, 1, [{"name": "alone", "kind": "told", "counts": [[4]]}])
-    kind, told, _ = found["alone"][0]["told"]
-    assert kind == "ConfigError"
-    assert 'vertical_schedule.acco: got {"copies": "rank"} with one rank, whose gradients travel to nobody; remove it' in told
-
-
 def test_a_loop_of_the_three_calls_is_refused(two: Groups) -> None:
     for rank in two["by calls"]:
         kind, told, _ = rank["told"]
