@@ -187,6 +187,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
         {"name": "same apart", "repeated": True, "section": apart},
         {"name": "exact bf16", "dtype": "bf16", "clip": 0.0, **one_half},
         {"name": "same bf16", "repeated": True, "dtype": "bf16", "clip": 0.0},
+        {"name": "exact frozen", "frozen": True, **one_half},
+        {"name": "same frozen", "frozen": True, "repeated": True},
+        {"name": "frozen", "frozen": True},
+        {"name": "frozen resumed", "frozen": True, "kind": "resumed"},
         {"name": "other apart", "section": apart},
         {"name": "weighted", "counts": UNEVEN, "micro_batches": 6, "weighted": True, "clip": 0.0},
         {"name": "blank unclipped", "counts": UNEVEN, "micro_batches": 6, "weighted": True, "blank": 1, "clip": 0.0},
@@ -215,7 +219,10 @@ def slow(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("exact", "acco"), [("exact", "same"), slow("exact", "same apart"), slow("exact bf16", "same bf16")])
+@pytest.mark.parametrize(
+    ("exact", "acco"),
+    [("exact", "same"), *map(slow, ("exact", "exact bf16", "exact frozen"), ("same apart", "same bf16", "same frozen"))],
+)
 def test_halves_of_the_same_micro_batches_commit_the_bits_of_exact_steps(two: Groups, exact: str, acco: str) -> None:
     for a, b in zip(two[exact], two[acco], strict=True):
         assert a["norms"] == b["norms"] and a["rates"] == b["rates"]
@@ -292,8 +299,11 @@ def test_with_elastic_that_measures_each_step_brings_the_total(two: Groups) -> N
         assert rank["rates"][:4] == steps and 0 < rank["loss"] < 10
 
 
+STAY = [slow("other", "evaluated"), slow("frozen", "frozen resumed")]
+
+
 @pytest.mark.parametrize(
-    ("plain", "name"), [("other", "resumed"), ("short", "short resumed"), slow("other", "evaluated"), ("other", "failing")]
+    ("plain", "name"), [("other", "resumed"), ("short", "short resumed"), ("other", "failing"), *STAY]
 )
 def test_a_load_evaluations_and_steps_that_fail_change_no_bit(two: Groups, plain: str, name: str) -> None:
     """The short steps leave gradients that have not moved the learning rate yet when they are saved."""

@@ -56,6 +56,15 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
 
 
+class Frozen(Model):
+    """Trains neither its embedding nor its second block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.embed, self.blocks[1]):
+            module.requires_grad_(False)
+
+
 def batches(counts: Sequence[Sequence[int]], rank: int, repeated: bool = False, blank: int | None = None) -> list[list[Batch]]:
     """Per step the micro-batches of a rank, of different lengths. `repeated`: each step has the same ones twice. `blank`: the
     step whose first half weighs nothing (`items_of`)."""
@@ -125,6 +134,7 @@ class Job:
     clip: float = 0.5
     weighted: bool = False
     blank: int | None = None
+    frozen: bool = False
     rate: float = 0.0
     first: int = 0
     section: dict[str, Any] = field(default_factory=dict)
@@ -146,6 +156,10 @@ class Job:
         made["scheduler"]["params"] |= {"warmup_min_lr": ADAM["lr"] / 10, "warmup_max_lr": ADAM["lr"]}
         made["zero_optimization"] |= self.zero
         return {key: value for key, value in (made | self.top).items() if value is not None}
+
+    @property
+    def build(self) -> type[Model]:
+        return Frozen if self.frozen else Model
 
     def batches(self, rank: int) -> list[list[Batch]]:
         return batches(self.counts, rank, self.repeated, self.blank)
@@ -175,7 +189,7 @@ def train(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         rates.append(engine.get_lr()[0])
 
     loss_fn = TokenLoss() if job.weighted else None
-    run = harness.run_arm(job.config(folder), Model, job.batches(rank), vertical=True, between=between, loss_fn=loss_fn)
+    run = harness.run_arm(job.config(folder), job.build, job.batches(rank), vertical=True, between=between, loss_fn=loss_fn)
     run.state = own(run.state, run.weights, rank)
     run.grads = [own(grads, run.weights, rank) for grads in run.grads]
     return vars(run) | {"rates": rates, "taken": [ADAM["lr"] / 10, *rates[:-1]]}
@@ -226,10 +240,10 @@ def untouched(job: Job, folder: Path, rank: int) -> dict[str, Any]:
 def resumed(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     """The steps, with a save and a load in another engine behind the second one."""
     saved, steps = folder.parent / job.name, job.batches(rank)
-    with harness.running(job.config(folder), Model, vertical=True) as (engine, model):
+    with harness.running(job.config(folder), job.build, vertical=True) as (engine, model):
         losses = [engine.train_batch(iter(step)).item() for step in steps[:2]]
         engine.save_checkpoint(str(saved))
-    with harness.running(job.config(folder), Model, vertical=True) as (engine, model):
+    with harness.running(job.config(folder), job.build, vertical=True) as (engine, model):
         engine.load_checkpoint(str(saved))
         losses += [engine.train_batch(iter(step)).item() for step in steps[2:]]
         return {"losses": losses, "contents": contents(engine, model, rank), "lr": engine.get_lr()}
