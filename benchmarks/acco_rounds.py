@@ -29,8 +29,8 @@ COLOURS: Final = ("#3b6ea5", "#6fa8dc", "#38761d", "#93c47d", "#e69138", "#a64d7
 
 
 def lanes_of(step: StepTrace) -> Iterator[tuple[int, Span | Wait]]:
-    """What the picture has of a step, with the number of its lane. The second half begins with its first prefix. REDUCE and NORM
-    compute next to nothing: in them, and in what the trace calls a wait, the thread that computes waits."""
+    """What the picture has of a step, with the number of its lane. The second half begins with its first prefix. REDUCE and
+    NORM compute next to nothing: in them, and in what the trace calls a wait, the thread that computes waits."""
     computed = [span for span in step.spans if span.resource == "compute"]
     prefixes = sorted((span for span in computed if span.name == "preF0"), key=lambda span: span.start)
     if len(prefixes) != 2:

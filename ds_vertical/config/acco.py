@@ -106,8 +106,8 @@ def _place_faults(value_at: ValueAt) -> list[str]:
 
 
 def _ssd_bytes(value_at: ValueAt) -> tuple[int, int]:
-    """Bytes that a step reads from the SSD and writes there for each parameter, with optimizer state on it: two halves', and the
-    exact step's. The exact step reads and writes the state once, and where weights are there, too, it reads them twice and
+    """Bytes that a step reads from the SSD and writes there for each parameter, with optimizer state on it: two halves', then
+    the exact step's. The exact step reads and writes the state once, and where weights are there, too, it reads them twice and
     writes them once. Two halves read the state once more, for the prediction, and read and write the weights twice as often."""
     if value_at(f"{_ZERO}.offload_param.device") != OFFLOAD_DEVICES[Tier.SSD]:
         weights = 0

@@ -302,9 +302,7 @@ def test_with_elastic_that_measures_each_step_brings_the_total(two: Groups) -> N
 STAY = [slow("other", "evaluated"), slow("frozen", "frozen resumed")]
 
 
-@pytest.mark.parametrize(
-    ("plain", "name"), [("other", "resumed"), ("short", "short resumed"), ("other", "failing"), *STAY]
-)
+@pytest.mark.parametrize(("plain", "name"), [("other", "resumed"), ("short", "short resumed"), ("other", "failing"), *STAY])
 def test_a_load_evaluations_and_steps_that_fail_change_no_bit(two: Groups, plain: str, name: str) -> None:
     """The short steps leave gradients that have not moved the learning rate yet when they are saved."""
     for without, found in zip(two[plain], two[name], strict=True):
@@ -325,8 +323,8 @@ def test_all_ranks_hear_of_one_that_fails_in_either_half(two: Groups) -> None:
 
 @pytest.mark.parametrize("name", ["poisoned", slow("poisoned late")])
 def test_gradients_that_are_not_finite_are_skipped_and_nothing_is_predicted(two: Groups, name: str) -> None:
-    """In both halves, or in the second one, which finds a prediction from the first. Both halves of the next step compute at the
-    committed weights then."""
+    """In both halves, or in the second one, which finds a prediction from the first. Both halves of the next step compute at
+    the committed weights then."""
     for rank in two[name]:
         assert rank["skipped"] == 1 and rank["changed"] == [] and not rank["predicts"]
         assert rank["losses"][0] == pytest.approx(rank["plain"], rel=TOLERANCE)

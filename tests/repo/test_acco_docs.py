@@ -62,7 +62,11 @@ def test_each_row_of_the_records_table_has_their_numbers() -> None:
     shown = rows(6, r"^\| \d \|")
     assert len(shown) == 2 * len(RECORDS)
     known = {
-        (record["tokens"], *(f"{found[key]:.2f}" for key in ("step_s", "link_bound_s")), round(found["inbound_bytes_per_step"] / 1e6))
+        (
+            record["tokens"],
+            *(f"{found[key]:.2f}" for key in ("step_s", "link_bound_s")),
+            round(found["inbound_bytes_per_step"] / 1e6),
+        )
         for record in RECORDS
         for found in record["arms"].values()
     }
@@ -91,7 +95,11 @@ STEP = StepTrace(
         *(span("compute", "preF0", 0.0, 1.0), span("compute", "0B0", 1.0, 2.0), span("compute", "0REDUCE", 2.0, 2.1)),
         *(span("compute", "NORM", 2.1, 3.0), span("compute", "preF0", 3.0, 4.0), span("compute", "NORM", 4.0, 5.0)),
         *(span("adam", "step 1, chunk 0 from 0", 0.5, 0.6), span("adam", "predict 1, chunk 0 from 0", 3.5, 3.6)),
-        *(span("net_cross", "1SPREAD", 0.6, 0.7), span("net_cross", "0CROSS", 2.0, 2.9), span("net_local", "0REDUCE", 2.0, 2.1)),
+        *(
+            span("net_cross", "1SPREAD", 0.6, 0.7),
+            span("net_cross", "0CROSS", 2.0, 2.9),
+            span("net_local", "0REDUCE", 2.0, 2.1),
+        ),
     ],
     [Wait(1, "MainThread", "fetch 0", "0F0", 0.9, 1.0), Wait(1, "another", "x", "y", 0.0, 9.0)],
 )

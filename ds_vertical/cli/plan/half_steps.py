@@ -51,9 +51,9 @@ def two_halves(exact: Candidate) -> TwoHalves | None:
     return min(found, key=lambda each: (bool(each.short), each.step_s))
 
 
-def changes(config: JsonObject, copies: Copies, ranks_per_node: int) -> JsonObject:
-    """What is to be changed in the JSON of an exact plan, so that it trains with two halves a step: values by path, None for a key
-    that is to go."""
+def json_changes(config: JsonObject, copies: Copies, ranks_per_node: int) -> JsonObject:
+    """What is to be changed in the JSON of an exact plan, so that it trains with two halves a step: values by path, None for a
+    key that is to go."""
     wanted: JsonObject = {
         f"{SECTION}.acco": {"copies": copies},
         f"{SECTION}.optimizer_delay": 1,
