@@ -202,12 +202,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
         {"name": "gathered", "kind": "gathered"},
         {"name": "checked", "section": {"self_check": True}},
         {"name": "measured", "kind": "elastic", "counts": [[6, 6]] * 5, "section": {"elastic": {"min_micro_batches": 2}}},
-        {"name": "cut", "kind": "cut", "counts": [[2, 2]] * 16},
         {"name": "derived", "kind": "told", "top": {"gradient_accumulation_steps": None, "train_batch_size": 6}},
         *_bowls(RATES[0]),
         *_bowls(RATES[2]),
     ]
-    return Groups(folder, lambda place, group: run_jobs(place, 2, group), runs, of_slow_tests)
+    cuts: list[dict[str, Any]] = [{"name": "cut", "kind": "cut", "counts": [[2, 2]] * 16}]  # alone: it takes minutes
+    return Groups(folder, lambda place, group: run_jobs(place, 2, group), runs, of_slow_tests, cuts)
 
 
 def _bowls(rate: float) -> list[dict[str, Any]]:
