@@ -62,7 +62,7 @@ class DelayedLoop(HalvesLoop):
         with torch.no_grad():
             for param in (param for group in params for param in group):
                 prediction.target(param).copy_(zero_params.shard(param))
-        prediction.conclude(is_complete=counts)
+        prediction.conclude(counts, self._parts.optimizer.driver.num_decided)
 
 
 if __name__ == "__main__":

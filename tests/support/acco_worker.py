@@ -383,7 +383,8 @@ def cut(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     steps, made = job.batches(rank), job.config(folder)
     made["scheduler"]["params"]["warmup_num_steps"] = 10 * len(steps)  # each step of the scheduler is another rate
     make = partial(harness.build_engine, made, Model, vertical=True)
-    with cutting.Trials(folder / "cut" / str(rank), lambda _: make(), steps) as trials:
+    read = partial(contents, rank=rank)
+    with cutting.Trials(folder / "cut" / str(rank), lambda _: make(), steps, read=read) as trials:
         own = {site: n for site, n in trials.found.items() if site.file.startswith("engine/acco/")}
         sent = [cutting.chosen(Counter(own))]
         torch.distributed.broadcast_object_list(sent, 0)  # the first rank's: all are cut at the same ones

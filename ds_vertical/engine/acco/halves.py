@@ -66,9 +66,12 @@ class _Half:
         return False
 
     def abandon(self) -> None:
-        """After an error: see `StepDriver`. What the first half has reduced is not needed: the step is taken again."""
+        """After an error: see `StepDriver`. What the first half has reduced and predicted is not needed: the step is taken again,
+        unless it counts."""
+        counts = self._driver.phase.counts
         self._driver.abandon()
-        self._tentative.forget()
+        if not counts:
+            self._tentative.forget()
 
 
 class FirstHalf(_Half):
