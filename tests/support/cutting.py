@@ -205,8 +205,8 @@ class Trials:
     A step that was interrupted has been taken or not, as `global_steps` tells, and the run goes on with the next one; where the
     engine says that its state is torn, a new one starts over. `wrong`: what went on with other numbers, or broke; `torn`: where
     the engine said so; `whole`: how many times the run went on; `others`: calls that raised something else than the interrupt
-    that a real signal makes. Runs of one `make` and `steps` may share their `reference`. `read`: of an engine and its model what
-    the state is compared by.
+    that a real signal makes. Runs of one `make` and `steps` may share their `reference`. `read`: what is compared of an engine
+    and its model.
     """
 
     def __init__(

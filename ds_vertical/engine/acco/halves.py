@@ -66,8 +66,8 @@ class _Half:
         return False
 
     def abandon(self) -> None:
-        """After an error: see `StepDriver`. What the first half has reduced and predicted is not needed: the step is taken again,
-        unless it counts."""
+        """After an error: see `StepDriver`. Unless the step counts, it is taken again: what the first half has reduced, and what it
+        predicts, are not needed then."""
         counts = self._driver.phase.counts
         self._driver.abandon()
         if not counts:

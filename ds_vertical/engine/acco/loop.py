@@ -125,7 +125,7 @@ class HalvesLoop(VerticalLoop):
         weights.tentative.forget()
 
     def conclude_prediction(self, counts: bool) -> None:
-        """The step is decided: set what the next first half computes with. `counts`: whether the step does. Twice is harmless."""
+        """The step is decided: set what the next first half computes with. `counts`: whether it does. Twice is harmless."""
         weights = self._weights_of
         if counts:
             weights.prediction.conclude(weights.tentative.is_complete, self._parts.optimizer.driver.num_decided)
