@@ -2,6 +2,7 @@
 
 A half is simulated as every schedule is: steady halves, one behind the other, each of which makes the next one's values
 (`schedule.halves`). A step is two of them. Weights, state and gradients rest in host memory: acco takes them from nowhere else.
+So do activations, whose folder on SSD is that of weights or state.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ds_vertical.planner.candidate import Candidate
 from ds_vertical.planner.model_shape import SmallTensors
 from ds_vertical.planner.network import Network
 from ds_vertical.schedule.passes import TrainingStep
-from ds_vertical.types import Copies, Placement, TensorKind, TierBytes
+from ds_vertical.types import Copies, Placement, TensorKind, Tier, TierBytes
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ def json_changes(config: JsonObject, copies: Copies, ranks_per_node: int) -> Jso
     in_memory = {"optimizer_host_share": 1, "gradient_host_share": 1, "optimizer_read_ahead_bytes": 0}
     wanted |= {f"{SECTION}.{key}": value for key, value in in_memory.items()}
     wanted |= {f"zero_optimization.{name}.device": "cpu" for name in ("offload_param", "offload_optimizer")}
+    if Tier.SSD.value in config[SECTION].get("activations", {}).values():  # whose folder is that of parameters or state
+        wanted[f"{SECTION}.activations"] = {"device": Tier.DEVICE.value}
     return {path: value for path, value in wanted.items() if value_at(config, path) != value}
 
 
@@ -90,8 +93,8 @@ def _two_halves(exact: Candidate, copies: Copies, network: Network) -> TwoHalves
 
 
 def _in_memory(placement: Placement) -> Placement:
-    """Nothing on SSD but activations."""
-    for kind in (TensorKind.STATE, TensorKind.PARAMETERS, TensorKind.GRADIENTS):
+    """Nothing on SSD."""
+    for kind in (TensorKind.STATE, TensorKind.PARAMETERS, TensorKind.GRADIENTS, TensorKind.ACTIVATIONS):
         placement = placement.with_shares(kind, {})  # in their first tier
     return placement
 
