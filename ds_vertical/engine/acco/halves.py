@@ -66,8 +66,8 @@ class _Half:
         return False
 
     def abandon(self) -> None:
-        """After an error: see `StepDriver`. Unless the step counts, it is taken again: what the first half has reduced, and what it
-        predicts, are not needed then."""
+        """After an error: see `StepDriver`. Unless the step counts, it is taken again: what the first half has reduced, and its
+        prediction, are not needed then."""
         counts = self._driver.phase.counts
         self._driver.abandon()
         if not counts:
