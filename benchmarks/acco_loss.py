@@ -5,12 +5,13 @@
 Each arm trains on four ranks of this machine, with the same text, micro-batches and seeds. So all arms have summed as many
 gradients at each step. The figure of an arm is its held-out loss at the end over that of "exact", by seed. "dpu" is the delayed
 update of ZeRO-Offload, as `delayed_steps.py` has it: each step is taken with the gradients of the weights before the last step.
-What a delay does grows with the learning rate: 6e-4 is that of ACCO's own runs. Its warm-up takes a tenth of the steps. Behind
-it the rate falls along half a cosine, as in those runs, or it stays (`--schedule constant`).
+What a delay does grows with the learning rate: 6e-4 is that of ACCO's own runs. Its warm-up takes a tenth of the steps, unless
+`--warm-up` says otherwise. Behind it the rate falls along half a cosine, as in those runs, or it stays (`--schedule constant`).
 
-Writes benchmarks/acco/MODEL_STEPS_lrRATE_SCHEDULE.json with the held-out losses as soon as a run has ended. The same command
-goes on with the runs that are missing there. Other work on the machine changes nothing but the time, so that with `--jobs`
-several runs train beside each other: of four ranks each, and some 4 GB.
+Writes benchmarks/acco/MODEL_STEPS_lrRATE_SCHEDULE.json as soon as a run has ended, with the held-out losses, the text's hash,
+and each run's commit and packages. The same command goes on with the runs that are missing there. Where the record has
+other settings or another text, the command is refused, and nothing is written. Other work on the machine changes nothing but
+the time, so that with `--jobs` several runs train beside each other: of four ranks each, and some 4 GB.
 """
 
 from __future__ import annotations
@@ -22,13 +23,19 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Final
 
+import commits
 from quantised_loss import held_out, recorded
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "scripts"))
+
+import text_data  # noqa: E402
+
 NUM_RANKS: Final = 4
 TRAIN, DELAYED = ROOT / "scripts" / "train.py", ROOT / "benchmarks" / "delayed_steps.py"
 ARMS: Final[dict[str, tuple[dict[str, Any], Path]]] = {  # by name: what the section has, and what is launched
@@ -41,7 +48,7 @@ MOST: Final = {"acco": 1.01}  # held-out loss over that of "exact", as required;
 
 def scheduler(options: argparse.Namespace) -> dict[str, Any]:
     """DeepSpeed's, with a linear warm-up from a tenth of the rate."""
-    warm_up = {"warmup_num_steps": max(2, options.steps // 10), "warmup_type": "linear"}
+    warm_up = {"warmup_num_steps": options.warm_up, "warmup_type": "linear"}
     if options.schedule == "constant":
         return {"type": "WarmupLR", "params": warm_up | {"warmup_min_lr": options.lr / 10, "warmup_max_lr": options.lr}}
     return {"type": "WarmupCosineLR", "params": warm_up | {"total_num_steps": options.steps, "warmup_min_ratio": 0.1}}
@@ -99,10 +106,8 @@ def summary(losses: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return {"over_exact": over, "met": met}
 
 
-def main() -> int:
-    """Trains what is missing, `--jobs` runs at a time; returns 0 where all ratios are as required."""
-    from commits import made_of
-
+def parsed(words: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt_13m", help="shape in configs/models, with a JSON configs/MODEL_cpu.json")
     parser.add_argument("--steps", type=int, default=300)
@@ -111,15 +116,40 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64, help="of a micro-batch")
     parser.add_argument("--lr", type=float, default=6e-4, help="learning rate, behind the warm-up")
     parser.add_argument("--schedule", choices=("cosine", "constant"), default="cosine", help="of the rate, behind the warm-up")
+    parser.add_argument("--warm-up", type=int, metavar="STEPS", help="of the rate (default: a tenth of the steps)")
     parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0, 1, 2])
     parser.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS), help="with exact among them")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    options = parser.parse_args()
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the record (default: see above)")
+    options = parser.parse_args(words)
+    if options.warm_up is None:
+        options.warm_up = max(2, options.steps // 10)
+    name = f"{options.model}_{options.steps}_lr{options.lr:g}_{options.schedule}.json"
+    options.out = options.out or ROOT / "benchmarks" / "acco" / name
+    return options
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What all runs of a record have in common. `text`: of what they read, a hash, which is that of the cached tokens."""
     names = ("model", "steps", "eval_every", "micro_batches", "tokens", "lr", "schedule")
-    settings = {name: getattr(options, name) for name in names}
-    path = ROOT / "benchmarks" / "acco" / f"{options.model}_{options.steps}_lr{options.lr:g}_{options.schedule}.json"
-    losses = recorded(path, settings)
-    missing = [(arm, seed) for seed in options.seeds for arm in options.arms if f"{arm}.{seed}" not in losses]
+    text = text_data.build([], text_data.default_cache()).folder.name
+    return {name: getattr(options, name) for name in names} | {"warmup_num_steps": options.warm_up, "text": text}
+
+
+def noted(record: dict[str, Any], run: str, losses: list[dict[str, Any]], commit: dict[str, Any]) -> dict[str, Any]:
+    """The record with one more run. `commit`: of this repository as the run began."""
+    made, held_out = commits.made_of(), record.get("held_out", {}) | {run: losses}
+    own = {"date": made["date"], "versions": made["versions"], **commit}
+    return record | made | {"runs": record.get("runs", {}) | {run: own}, "held_out": held_out, **summary(held_out)}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Trains what is missing, `--jobs` runs at a time; returns 0 where all ratios are as required."""
+    options = parsed(words)
+    settings, commit = settings_of(options), commits.describe(ROOT)
+    record = recorded(options.out, settings) or {"settings": settings}
+    there = record.get("held_out", {})
+    missing = [(arm, seed) for seed in options.seeds for arm in options.arms if f"{arm}.{seed}" not in there]
     with tempfile.TemporaryDirectory(prefix="ds_vertical.loss.") as folder, ThreadPoolExecutor(options.jobs) as pool:
         runs = {}
         for (arm, seed), port in zip(missing, free_ports(len(missing)), strict=True):
@@ -129,15 +159,15 @@ def main() -> int:
             runs[pool.submit(train, config, Path(folder, run), arm, seed, port, options)] = run
         for ended in as_completed(runs):
             if ended.exception() is None:
-                losses[runs[ended]] = last = ended.result()
+                last = ended.result()
                 print(f"{runs[ended]}: " + ", ".join(f"{each['loss']:.4f} at {each['step']}" for each in last), flush=True)
-                path.parent.mkdir(exist_ok=True)
-                record = {**made_of(), "settings": settings, "held_out": losses, **summary(losses)}
-                path.write_text(json.dumps(record, indent=2) + "\n")
+                record = noted(record, runs[ended], last, commit)
+                options.out.parent.mkdir(exist_ok=True)
+                options.out.write_text(json.dumps(record, indent=2) + "\n")
     for each in runs:
         each.result()  # raises what has ended a run, once the others have been recorded
-    found = summary(losses)
-    print(json.dumps(found), f"recorded: {path}")
+    found = summary(record["held_out"])
+    print(json.dumps(found), f"recorded: {options.out}")
     return 0 if all(found["met"].values()) else 1
 
 

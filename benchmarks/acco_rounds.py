@@ -1,39 +1,51 @@
-"""Draw one step of two halves from a trace: what a rank computes, steps and sends, and when.
+"""Draw one step of two halves from a trace: what a rank computes, steps, sends and waits for, and when.
 
     python benchmarks/acco_rounds.py TRACE/rank0.jsonl [--step -1] [--out docs/acco_rounds.svg]
 
-The trace is that of a run with `vertical_schedule.acco` and `"trace": "TRACE"`, such as one of four ranks of this machine:
+The trace is that of a run with `"trace": "TRACE"`, and with `vertical_schedule.acco` over nodes: of other runs a trace has no
+gradients that travel. Four ranks of this machine may be two nodes, with `"zero_hpz_partition_size": 2`:
 
-    deepspeed --num_accelerators 4 scripts/train.py --model gpt_13m --steps 6 --deepspeed_config CONFIG.json
+    deepspeed --num_accelerators 4 scripts/train.py --model gpt_101m --steps 4 --deepspeed_config CONFIG.json
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from ds_vertical.schedule.trace import Span, StepTrace, read_trace
+from ds_vertical.schedule.events import Op, parse_event
+from ds_vertical.schedule.trace import Span, StepTrace, Wait, read_trace
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 WIDTH, LEFT, ROW, GAP = 900, 150, 26, 12  # pixels
-LANES: Final = ("first half computes", "second half computes", "commits the step before", "predicts", "sends")
-COLOURS: Final = ("#3b6ea5", "#6fa8dc", "#38761d", "#93c47d", "#e69138")
+FIRST, SECOND, COMMITS, PREDICTS, WEIGHTS, GRADIENTS, WAITS = range(7)
+LANES: Final = (
+    *("first half computes", "second half computes", "commits the step before", "predicts"),
+    *("sends weights", "sends gradients", "waits"),
+)
+COLOURS: Final = ("#3b6ea5", "#6fa8dc", "#38761d", "#93c47d", "#e69138", "#a64d79", "#999999")
 
 
-def lanes_of(step: StepTrace) -> Iterator[tuple[int, Span]]:
-    """Each span of a step that the picture has, with the number of its lane. The second half begins with its first prefix."""
-    prefixes = sorted(span.start for span in step.spans if span.resource == "compute" and span.name == "preF0")
+def lanes_of(step: StepTrace) -> Iterator[tuple[int, Span | Wait]]:
+    """What the picture has of a step, with the number of its lane. The second half begins with its first prefix. REDUCE and
+    NORM compute next to nothing: in them, and in what the trace calls a wait, the thread that computes waits."""
+    computed = [span for span in step.spans if span.resource == "compute"]
+    prefixes = sorted((span for span in computed if span.name == "preF0"), key=lambda span: span.start)
     if len(prefixes) != 2:
         raise ValueError(f"{len(prefixes)} schedules in the step, and a step of two halves has 2")
+    for span in computed:
+        is_wait = parse_event(span.name).op in (Op.REDUCE, Op.NORM)
+        yield WAITS if is_wait else FIRST + (span.start >= prefixes[1].start), span
     for span in step.spans:
-        if span.resource == "compute":
-            yield int(span.start >= prefixes[1]), span
-        elif span.resource == "adam":
-            yield 3 if span.name.startswith("predict") else 2, span
-        elif span.resource.startswith("net_"):
-            yield 4, span
+        if span.resource == "adam":
+            yield PREDICTS if span.name.startswith("predict") else COMMITS, span
+        elif span.resource == "net_cross":
+            yield WEIGHTS if span.name.endswith("SPREAD") else GRADIENTS, span
+    for wait in step.waits:
+        if wait.thread == prefixes[0].thread:
+            yield WAITS, wait
 
 
 def drawn(step: StepTrace) -> str:
@@ -59,13 +71,13 @@ def drawn(step: StepTrace) -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Write the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--step", type=int, default=-1, help="of those in the trace, from 0 on, or from the last one back")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "acco_rounds.svg")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     options.out.write_text(drawn(read_trace(options.trace)[options.step]))
 
 

@@ -56,15 +56,13 @@ class DelayedLoop(HalvesLoop):
         whole = _Whole(parts.optimizer.driver, weights.tentative, parts.optimizer.gradients)
         return self._run_half(bodies, scale, whole, stale, units if stale else frozenset())
 
-    def conclude(self) -> None:  # override
+    def conclude_prediction(self, counts: bool) -> None:  # override
         """The step is due, and not taken: the weights are those with which the next step computes."""
         prediction, params = self._weights_of.prediction, self._parts.optimizer.fp16_groups
         with torch.no_grad():
             for param in (param for group in params for param in group):
                 prediction.target(param).copy_(zero_params.shard(param))
-        prediction.conclude(is_complete=True)
-        self._concluded = self._parts.optimizer.driver.num_decided
-        super().conclude()
+        prediction.conclude(counts, self._parts.optimizer.driver.num_decided)
 
 
 if __name__ == "__main__":

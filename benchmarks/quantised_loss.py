@@ -6,7 +6,8 @@ Each arm trains on four ranks of this machine. Two of them share a copy of the w
 hops is over "nodes", and weights and gradients are rounded as they are on two hosts. The arms see the same text, seeds and
 micro-batches. The figure of an arm is its held-out loss at the end over that of "exact". Writes
 benchmarks/quantised/MODEL_STEPS_DATE.json with each held-out loss as soon as an arm has ended. The same command goes on with
-the arms that are missing there. Other work on the machine changes nothing but the time.
+the arms that are missing there. Where the record has other settings, the command is refused. Other work on the machine changes
+nothing but the time.
 """
 
 from __future__ import annotations
@@ -73,10 +74,20 @@ def summary(losses: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return {"over_exact": ratios, "met": {arm: ratio <= MOST[arm] for arm, ratio in ratios.items()}}
 
 
-def recorded(path: Path, settings: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The held-out losses of arms that have ended before, with the same settings."""
-    record = json.loads(path.read_text()) if path.exists() else {}
-    return record["held_out"] if record.get("settings") == settings else {}
+def recorded(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The record of the arms that have ended before; empty where there is none. Raises SystemExit where it has other settings:
+    their losses do not compare, and one record of both would say otherwise."""
+    if not path.exists():
+        return {}
+    record: dict[str, Any] = json.loads(path.read_text())
+    there: dict[str, Any] = record.get("settings", {})
+    for name in (name for name in there | settings if there.get(name, ...) != settings.get(name, ...)):
+        said = f"{name} {json.dumps(there[name])}" if name in there else f"a {name} that it does not say"
+        raise SystemExit(
+            f"{path}: its runs have {said}, and those asked for have {json.dumps(settings.get(name))}; write that record's"
+            " settings, or --out FILE for another record"
+        )
+    return record
 
 
 def main() -> int:
@@ -90,10 +101,12 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, default=4, help="of a step, on each rank")
     parser.add_argument("--tokens", type=int, default=64, help="of a micro-batch")
     parser.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS), help="with exact among them")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the record (default: see above)")
     options = parser.parse_args()
     settings = {name: getattr(options, name) for name in ("model", "steps", "micro_batches", "tokens")}
-    path = ROOT / "benchmarks" / "quantised" / f"{options.model}_{options.steps}_{datetime.date.today().isoformat()}.json"
-    losses = recorded(path, settings)
+    name = f"{options.model}_{options.steps}_{datetime.date.today().isoformat()}.json"
+    path = options.out or ROOT / "benchmarks" / "quantised" / name
+    losses = recorded(path, settings).get("held_out", {})
     with tempfile.TemporaryDirectory(prefix="ds_vertical.loss.") as folder:
         for arm in [arm for arm in options.arms if arm not in losses]:
             ssd = Path(folder, f"{arm}.ssd")

@@ -16,10 +16,8 @@ from ds_vertical.types import OFFLOAD_DEVICES, Tier
 _ZERO: Final = "zero_optimization"
 _ACCO: Final = f"{SECTION}.acco"
 _PERSISTENCE: Final = "stage3_param_persistence_threshold"
-# Bytes of SSD traffic for each parameter of a step, with parameters and state there: read and written, bf16 and fp32 Adam. The
-# exact step reads the weights twice, and reads and writes the state once; two halves read the weights four times, write them
-# twice, and read the state once more for the prediction.
-_EXACT_BYTES, _HALVES_BYTES = 30, 48
+_STATE_BYTES: Final = 12  # of each parameter: its master and two moments in fp32
+_NARROW: Final = ("bf16", "bfloat16", "fp16")  # sections with which a parameter has 2 bytes, and not 4
 ValueAt = Callable[[str], object]  # of a dotted path in the whole JSON; None where it says nothing
 
 
@@ -88,10 +86,10 @@ def _place_faults(value_at: ValueAt) -> list[str]:
     """State is read twice in a step and written once, copies of the weights are in memory whatever rests on SSD."""
     faults, on_ssd = [], OFFLOAD_DEVICES[Tier.SSD]
     if value_at(f"{_ZERO}.offload_optimizer.device") == on_ssd:
+        halves, exact = _ssd_bytes(value_at)
         faults.append(
-            f"{_ZERO}.offload_optimizer.device: got {show(on_ssd)} with {_ACCO}, which would move {_HALVES_BYTES} bytes for"
-            f' each parameter and step to and from the SSD, where the exact step moves {_EXACT_BYTES}; write "cpu", or remove'
-            " acco"
+            f"{_ZERO}.offload_optimizer.device: got {show(on_ssd)} with {_ACCO}, which would move {halves} bytes for"
+            f' each parameter and step to and from the SSD, where the exact step moves {exact}; write "cpu", or remove acco'
         )
     if value_at(f"{_ZERO}.offload_param.device") == on_ssd:
         faults.append(
@@ -105,6 +103,17 @@ def _place_faults(value_at: ValueAt) -> list[str]:
             " parameter, so that none stays on the device; write 0 or remove it"
         )
     return faults
+
+
+def _ssd_bytes(value_at: ValueAt) -> tuple[int, int]:
+    """Bytes that a step reads from the SSD and writes there for each parameter, with optimizer state on it: two halves', then
+    the exact step's. The exact step reads and writes the state once, and where weights are there, too, it reads them twice and
+    writes them once. Two halves read the state once more, for the prediction, and read and write the weights twice as often."""
+    if value_at(f"{_ZERO}.offload_param.device") != OFFLOAD_DEVICES[Tier.SSD]:
+        weights = 0
+    else:
+        weights = 3 * (2 if any(value_at(f"{name}.enabled") for name in _NARROW) else 4)
+    return 3 * _STATE_BYTES + 2 * weights, 2 * _STATE_BYTES + weights
 
 
 def _count_faults(value_at: ValueAt, section: VerticalConfig) -> list[str]:

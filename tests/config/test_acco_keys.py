@@ -20,6 +20,8 @@ BASE: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
 }
+STATE_ON_SSD = {"offload_optimizer": {"device": "nvme", "nvme_path": "/ssd"}}
+PARAMS_ON_SSD = {"offload_param": {"device": "nvme", "nvme_path": "/ssd"}}
 PERSISTENCE = "stage3_param_persistence_threshold"
 
 
@@ -78,15 +80,13 @@ def test_a_node_has_copies_where_ranks_share_them(copies: str) -> None:
         ({"optimizer_speculation": True}, {}, {}, "vertical_schedule.optimizer_speculation: got true with"),
         ({"optimizer_delay": 0.5}, {}, {}, "vertical_schedule.optimizer_delay: got 0.5 with"),
         ({"order": "horizontal"}, {}, {}, 'vertical_schedule.acco: got {"copies": "rank"} with order "horizontal"'),
-        (
-            {},
-            {"offload_optimizer": {"device": "nvme", "nvme_path": "/ssd"}},
-            {},
-            "zero_optimization.offload_optimizer.device: got",
-        ),
-        ({}, {"offload_optimizer": {"device": "nvme", "nvme_path": "/ssd"}}, {}, "48 bytes for each parameter and step"),
-        ({}, {"offload_optimizer": {"device": "nvme", "nvme_path": "/ssd"}}, {}, "the exact step moves 30; write"),
-        ({}, {"offload_param": {"device": "nvme", "nvme_path": "/ssd"}}, {}, "zero_optimization.offload_param.device: got"),
+        ({}, STATE_ON_SSD, {}, "zero_optimization.offload_optimizer.device: got"),
+        ({}, STATE_ON_SSD, {}, "move 36 bytes for each parameter and step to and from the SSD, where the exact step moves 24;"),
+        ({}, STATE_ON_SSD | PARAMS_ON_SSD, {"bf16": {"enabled": True}}, "move 48 bytes"),
+        ({}, STATE_ON_SSD | PARAMS_ON_SSD, {"bf16": {"enabled": True}}, "the exact step moves 30; write"),
+        ({}, STATE_ON_SSD | PARAMS_ON_SSD, {"bf16": {"enabled": False}}, "move 60 bytes"),
+        ({}, STATE_ON_SSD | PARAMS_ON_SSD, {}, "the exact step moves 36; write"),
+        ({}, PARAMS_ON_SSD, {}, "zero_optimization.offload_param.device: got"),
         ({}, {PERSISTENCE: 1000}, {}, f"zero_optimization.{PERSISTENCE}: got 1000 with vertical_schedule.acco"),
         ({"acco": {"copies": "node"}}, {}, {}, 'vertical_schedule.acco.copies: got "node" without'),
         ({}, {"zero_hpz_partition_size": 2}, {}, 'vertical_schedule.acco.copies: got "rank" with'),

@@ -13,7 +13,7 @@ from typing import Any
 import acco_worker
 import pytest
 import torch
-from acco_worker import ADAM, CURVATURES, NUM_DESCENTS, VOCAB, Batch, Model, batches
+from acco_worker import ADAM, CURVATURES, NUM_DESCENTS, VOCAB, Batch, Model, batches, items_of
 from harness import differing, largest_relative
 from processes import start_ranks
 from rank_groups import Found, Groups
@@ -24,6 +24,8 @@ TOLERANCE = 1e-6  # fp32, relative per tensor
 EVEN = [[4, 4]] * 4
 RATES = (0.1, 0.2, 0.33)
 UNEVEN = [[4, 2], [2, 5], [3, 4], [5, 4]]
+SHORT = [[4, 4], [2, 2], [2, 2], [4, 4], [3, 3]]
+BY_TOTAL = [[5, 3], [2, 2], [3, 2], [3, 5], [3, 5]]  # of the log's 5 and 3, then 3 and 5: steps 2 and 3 bring fewer
 pytestmark = pytest.mark.timeout(1000)  # processes of one core each, which other work may share
 
 
@@ -95,25 +97,29 @@ def sums(
     return {name: param.grad.double() for name, param in model.named_parameters() if param.grad is not None}, total
 
 
-def reference(counts: list[list[int]], rates: list[float], clip: float, weighted: bool = False) -> Reference:
-    """Of all ranks' micro-batches: theta~' = Opt(theta, s, g~/N~), then theta', s' = Opt(theta, s, (g~ + g)/(N~ + N))."""
+def reference(
+    counts: list[list[int]], rates: list[float], clip: float, weighted: bool = False, blank: int | None = None
+) -> Reference:
+    """Of all ranks' micro-batches: theta~' = Opt(theta, s, g~/N~), then theta', s' = Opt(theta, s, (g~ + g)/(N~ + N)). Where
+    N~ is 0 nothing is predicted: the next g~ is taken at theta'."""
     torch.manual_seed(0)
     model, found = Model(), Reference()
     committed = {name: param.detach().clone() for name, param in model.named_parameters()}
-    predicted, by_rank = committed, [batches(counts, rank) for rank in range(len(counts[0]))]
+    predicted, by_rank = committed, [batches(counts, rank, blank=blank) for rank in range(len(counts[0]))]
     for step, rate in enumerate(rates):
         halves: list[list[tuple[Batch, float]]] = [[], []]
         for own in (each[step] for each in by_rank):
             for index, batch in enumerate(own):
-                halves[index >= len(own) // 2].append((batch, float(batch["labels"].numel()) if weighted else 1.0))
+                halves[index >= len(own) // 2].append((batch, float(items_of(batch)) if weighted else 1.0))
         before, first_loss = sums(model, predicted, halves[0])
         behind, second_loss = sums(model, committed, halves[1])
         first, both = sum(weight for _, weight in halves[0]), sum(weight for half in halves for _, weight in half)
-        guess, _ = clipped({name: grad / first for name, grad in before.items()}, clip)
+        guess, _ = clipped({name: grad / max(first, 1.0) for name, grad in before.items()}, clip)
         whole = {name: (grad + behind[name]) / both for name, grad in before.items()}
         gradient, norm = clipped(whole, clip)
         predicted, _ = found.adam.after(committed, guess, rate)
         committed, found.adam = found.adam.after(committed, gradient, rate)
+        predicted = predicted if first else committed
         found.losses.append((first_loss + second_loss) / both)
         found.norms.append(norm)
         found.grads.append(whole)
@@ -157,17 +163,23 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
     apart = {"overlap": False}
     one_half: dict[str, Any] = {"acco": None, "counts": [[2, 2]] * 4, "micro_batches": 2}
     traced = {"trace": str(folder / "trace")}
+    log = folder / "counts.log"
+    log.write_text("elastic: from step 1: micro-batches 5 3\nelastic: from step 3: micro-batches 3 5\n")
+    by_log = {"min_micro_batches": 2, "total": 8, "counts": str(log)}
     runs: list[dict[str, Any]] = [
         {"name": "exact", **one_half},
         {"name": "same", "repeated": True},
         {"name": "other", "section": traced},
         {"name": "uneven", "counts": UNEVEN, "micro_batches": 6},
+        {"name": "blank", "counts": UNEVEN, "micro_batches": 6, "weighted": True, "blank": 1},
         {"name": "untouched", "kind": "untouched"},
         {"name": "resumed", "kind": "resumed"},
         {"name": "failing", "kind": "failing"},
         {"name": "poisoned", "kind": "poisoned"},
-        {"name": "short", "counts": [[4, 4], [2, 2], [2, 2], [4, 4], [3, 3]]},
-        {"name": "single", "kind": "told", "counts": [[4, 1]]},
+        {"name": "short", "counts": SHORT},
+        {"name": "short resumed", "kind": "resumed", "counts": SHORT},
+        {"name": "by total", "counts": BY_TOTAL, "micro_batches": 6, "section": {"elastic": by_log}},
+        {"name": "ending", "kind": "ending", "counts": [[8, 5]]},
         {"name": "by calls", "kind": "by calls"},
         *_bowls(RATES[1]),
     ]
@@ -175,8 +187,13 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
         {"name": "same apart", "repeated": True, "section": apart},
         {"name": "exact bf16", "dtype": "bf16", "clip": 0.0, **one_half},
         {"name": "same bf16", "repeated": True, "dtype": "bf16", "clip": 0.0},
+        {"name": "exact frozen", "frozen": True, **one_half},
+        {"name": "same frozen", "frozen": True, "repeated": True},
+        {"name": "frozen", "frozen": True},
+        {"name": "frozen resumed", "frozen": True, "kind": "resumed"},
         {"name": "other apart", "section": apart},
         {"name": "weighted", "counts": UNEVEN, "micro_batches": 6, "weighted": True, "clip": 0.0},
+        {"name": "blank unclipped", "counts": UNEVEN, "micro_batches": 6, "weighted": True, "blank": 1, "clip": 0.0},
         {"name": "fetched", "section": {"outside_layers": "fetched", "prefetch_layers": 2}},
         {"name": "kept", "section": {"activations": {"keep": "everything"}}},
         {"name": "evaluated", "kind": "evaluated"},
@@ -184,10 +201,13 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
         {"name": "written", "kind": "written"},
         {"name": "gathered", "kind": "gathered"},
         {"name": "checked", "section": {"self_check": True}},
+        {"name": "measured", "kind": "elastic", "counts": [[6, 6]] * 5, "section": {"elastic": {"min_micro_batches": 2}}},
+        {"name": "derived", "kind": "told", "top": {"gradient_accumulation_steps": None, "train_batch_size": 6}},
         *_bowls(RATES[0]),
         *_bowls(RATES[2]),
     ]
-    return Groups(folder, lambda place, group: run_jobs(place, 2, group), runs, of_slow_tests)
+    cuts: list[dict[str, Any]] = [{"name": "cut", "kind": "cut", "counts": [[2, 2]] * 16}]  # alone: it takes minutes
+    return Groups(folder, lambda place, group: run_jobs(place, 2, group), runs, of_slow_tests, cuts)
 
 
 def _bowls(rate: float) -> list[dict[str, Any]]:
@@ -199,7 +219,10 @@ def slow(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("exact", "acco"), [("exact", "same"), slow("exact", "same apart"), slow("exact bf16", "same bf16")])
+@pytest.mark.parametrize(
+    ("exact", "acco"),
+    [("exact", "same"), *map(slow, ("exact", "exact bf16", "exact frozen"), ("same apart", "same bf16", "same frozen"))],
+)
 def test_halves_of_the_same_micro_batches_commit_the_bits_of_exact_steps(two: Groups, exact: str, acco: str) -> None:
     for a, b in zip(two[exact], two[acco], strict=True):
         assert a["norms"] == b["norms"] and a["rates"] == b["rates"]
@@ -217,6 +240,13 @@ def test_other_micro_batches_commit_what_the_formulas_say(two: Groups, name: str
 def test_other_numbers_of_micro_batches_do_too(two: Groups, name: str, clip: float) -> None:
     rates = two[name][0]["taken"]
     assert_committed(two[name], reference(UNEVEN, rates, clip, weighted=name == "weighted"), has_mean_of_all=True)
+
+
+@pytest.mark.parametrize(("name", "clip"), [("blank", 0.5), slow("blank unclipped", 0.0)])
+def test_a_first_half_that_weighs_nothing_predicts_nothing(two: Groups, name: str, clip: float) -> None:
+    """In the second of four steps `num_items` is 0 for all micro-batches of both ranks' first halves."""
+    expected = reference(UNEVEN, two[name][0]["taken"], clip, weighted=True, blank=1)
+    assert_committed(two[name], expected, has_mean_of_all=True)
 
 
 def test_a_tentative_step_leaves_masters_moments_powers_and_weights_as_they_are(two: Groups) -> None:
@@ -252,11 +282,32 @@ def test_the_learning_rate_follows_the_gradients_that_were_counted(two: Groups) 
         assert rank["counters"]["global_samples"] == 8 + 4 + 4 + 8 + 6
 
 
-@pytest.mark.parametrize("name", ["resumed", slow("evaluated"), "failing"])
-def test_a_load_evaluations_and_steps_that_fail_change_no_bit(two: Groups, name: str) -> None:
-    for plain, found in zip(two["other"], two[name], strict=True):
-        assert found["losses"] == plain["losses"] and found["lr"][0] == plain["rates"][-1]
-        assert not differing(plain["weights"] | plain["state"], found["contents"])
+def test_with_elastic_the_learning_rate_follows_its_total(two: Groups) -> None:
+    """With M = 6 and a total of 8 the ranks bring 8, 4, 5, 8 and 8 gradients: the scheduler is at 1, 1, 2, 3 and 4 steps."""
+    steps, found = two["other"][0]["rates"], two["by total"]
+    for rank in found:
+        assert rank["rates"] == [steps[0], steps[0], steps[1], steps[2], steps[3]]
+        assert rank["counters"]["global_samples"] == 8 + 4 + 5 + 8 + 8
+    assert_committed(found, reference(BY_TOTAL, found[0]["taken"], 0.5), has_mean_of_all=False)
+
+
+@pytest.mark.slow
+def test_with_elastic_that_measures_each_step_brings_the_total(two: Groups) -> None:
+    steps = two["other"][0]["rates"]
+    for rank in two["measured"]:
+        assert [sum(counts) for counts in rank["counts"]] == [8] * 5 and min(map(min, rank["counts"])) >= 2
+        assert rank["rates"][:4] == steps and 0 < rank["loss"] < 10
+
+
+STAY = [slow("other", "evaluated"), slow("frozen", "frozen resumed")]
+
+
+@pytest.mark.parametrize(("plain", "name"), [("other", "resumed"), ("short", "short resumed"), ("other", "failing"), *STAY])
+def test_a_load_evaluations_and_steps_that_fail_change_no_bit(two: Groups, plain: str, name: str) -> None:
+    """The short steps leave gradients that have not moved the learning rate yet when they are saved."""
+    for without, found in zip(two[plain], two[name], strict=True):
+        assert found["losses"] == without["losses"] and found["lr"][0] == without["rates"][-1]
+        assert not differing(without["weights"] | without["state"], found["contents"])
 
 
 @pytest.mark.slow
@@ -272,9 +323,11 @@ def test_all_ranks_hear_of_one_that_fails_in_either_half(two: Groups) -> None:
 
 @pytest.mark.parametrize("name", ["poisoned", slow("poisoned late")])
 def test_gradients_that_are_not_finite_are_skipped_and_nothing_is_predicted(two: Groups, name: str) -> None:
-    """In both halves, or in the second one, which finds a prediction from the first."""
+    """In both halves, or in the second one, which finds a prediction from the first. Both halves of the next step compute at
+    the committed weights then."""
     for rank in two[name]:
         assert rank["skipped"] == 1 and rank["changed"] == [] and not rank["predicts"]
+        assert rank["losses"][0] == pytest.approx(rank["plain"], rel=TOLERANCE)
         assert rank["again"] and all(0 < loss < 10 for loss in rank["losses"])
 
 
@@ -292,9 +345,28 @@ def test_a_weight_that_a_user_writes_is_seen_by_both_halves(two: Groups) -> None
 
 
 def test_a_rank_without_a_micro_batch_for_each_half_is_refused_on_all_ranks(two: Groups) -> None:
-    for rank in two["single"]:
+    for rank in two["ending"]:
         kind, told, _ = rank["told"]
         assert kind == "LoopError" and "the ranks bring 4, 1 micro-batches with vertical_schedule.acco" in told
+        assert "let each rank's iterator go on into the next epoch" in told
+        assert rank["steps"] == 2 and rank["brought"] == (4, 4) and 0 < rank["again"] < 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_a_step_that_is_cut_at_a_boundary_of_its_halves(two: Groups) -> None:
+    """Both ranks at the same one. What follows has the bits of a run without cuts, or both engines say that it has not."""
+    for rank in two["cut"]:
+        assert rank["wrong"] == [], "\n".join(rank["wrong"])
+        assert rank["reached"] and rank["num"] > 50
+        assert len(rank["torn"]) < 0.35 * rank["num"], "\n".join(rank["torn"])
+
+
+@pytest.mark.slow
+def test_an_odd_number_that_follows_from_the_batch_size_is_refused(two: Groups) -> None:
+    kind, told, _ = two["derived"][0]["told"]
+    assert kind == "ConfigError"
+    assert "gradient_accumulation_steps: got 3 (train_batch_size over 2 ranks) with vertical_schedule.acco" in told
 
 
 def test_a_loop_of_the_three_calls_is_refused(two: Groups) -> None:
@@ -320,14 +392,18 @@ def test_both_steps_of_a_unit_are_taken_while_a_half_computes(two: Groups) -> No
 # ---- four ranks, of which two are a node
 
 
+FOUR = [[2, 4, 3, 2], [2, 2, 2, 2], [3, 2, 2, 4], [2, 2, 2, 2]]
+
+
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    counts = [[2, 4, 3, 2], [2, 2, 2, 2]]
+    counts = FOUR
     node: dict[str, Any] = {"zero": {"zero_hpz_partition_size": 2}}
     same: dict[str, Any] = {"repeated": True, "micro_batches": 2, **node}
     runs: list[dict[str, Any]] = [
         {"name": "rank", "counts": counts},
         {"name": "node", "counts": counts, "acco": {"copies": "node"}, **node},
+        {"name": "resumed node", "kind": "resumed", "counts": counts, "acco": {"copies": "node"}, **node},
         {"name": "exact node", "counts": [[2] * 4] * 3, "acco": None, **same},
         {"name": "same node", "counts": [[2] * 4] * 3, "acco": {"copies": "node"}, **same},
         {"name": "all one node", "kind": "told", "acco": {"copies": "node"}, "zero": {"zero_hpz_partition_size": 4}},
@@ -339,7 +415,14 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
 @pytest.mark.parametrize("name", ["rank", "node"])
 def test_copies_of_each_rank_and_of_each_node_commit_what_the_formulas_say(four: dict[str, Found], name: str) -> None:
     rates = four[name][0]["taken"]
-    assert_committed(four[name], reference([[2, 4, 3, 2], [2, 2, 2, 2]], rates, 0.5), has_mean_of_all=False)
+    assert_committed(four[name], reference(FOUR, rates, 0.5), has_mean_of_all=False)
+
+
+@pytest.mark.slow
+def test_with_copies_of_a_node_a_run_that_resumes_has_the_bits_of_one_that_does_not(four: dict[str, Found]) -> None:
+    for plain, found in zip(four["node"], four["resumed node"], strict=True):
+        assert found["losses"] == plain["losses"] and found["lr"][0] == plain["rates"][-1]
+        assert not differing(plain["weights"] | plain["state"], found["contents"])
 
 
 @pytest.mark.slow

@@ -15,6 +15,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import ds_vertical
+from ds_vertical.compat import accelerator
+from ds_vertical.config.resolve import resolve
+from ds_vertical.config.section import load_section
+from ds_vertical.engine.acco.refusals import refuse_acco
 from ds_vertical.errors import ConfigError, LayerError
 
 SIZES = {
@@ -306,3 +310,19 @@ def test_unruly_forwards_are_refused_and_leave_the_engine_good(
     finally:
         engine.destroy()
     assert losses == undisturbed
+
+
+def test_acco_with_one_rank_is_refused(tmp_path: Path) -> None:
+    start_process_group()
+    config = base_config(tmp_path, num_micro_batches=2, params="cpu", optimizer="cpu", section={"acco": {}})
+    with pytest.raises(ConfigError, match=r'vertical_schedule\.acco: got \{"copies": "rank"\} with one rank, .*; remove it'):
+        ds_vertical.prepare(config)
+
+
+def test_acco_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead of anything that a GPU would do, so that the device's name is all that is put in its place."""
+    section = load_section({"vertical_schedule": {"acco": {}}})
+    assert section is not None
+    monkeypatch.setattr(accelerator, "device_name", lambda: "cuda")
+    with pytest.raises(ConfigError, match=r'got \{"copies": "rank"\} on cuda; its copies of the weights work on the CPU alone'):
+        refuse_acco(resolve(section), {})

@@ -7,8 +7,10 @@ The job: {"folder": swap folder, "out": folder for <name>.rank<R>.pt, "runs": [{
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 # run as a script, so this folder is first on the path
+import cutting
 import deepspeed
 import harness
 import torch
@@ -53,8 +56,18 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
 
 
-def batches(counts: Sequence[Sequence[int]], rank: int, repeated: bool = False) -> list[list[Batch]]:
-    """Per step the micro-batches of a rank, of different lengths. `repeated`: each step has the same ones twice."""
+class Frozen(Model):
+    """Trains neither its embedding nor its second block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.embed, self.blocks[1]):
+            module.requires_grad_(False)
+
+
+def batches(counts: Sequence[Sequence[int]], rank: int, repeated: bool = False, blank: int | None = None) -> list[list[Batch]]:
+    """Per step the micro-batches of a rank, of different lengths. `repeated`: each step has the same ones twice. `blank`: the
+    step whose first half weighs nothing (`items_of`)."""
     steps = []
     for step, own in enumerate(counts):
         count = own[rank] // 2 if repeated else own[rank]
@@ -62,9 +75,15 @@ def batches(counts: Sequence[Sequence[int]], rank: int, repeated: bool = False) 
         for index in range(count):
             generator = torch.Generator().manual_seed(1000 * step + 100 * rank + index)
             ids = torch.randint(0, VOCAB, (1, 6 + (3 * index + step + rank) % 5), generator=generator)
-            made.append({"input_ids": ids[:, :-1], "labels": ids[:, 1:]})
+            is_blank = step == blank and index < count // 2
+            made.append({"input_ids": ids[:, :-1], "labels": ids[:, 1:] * (not is_blank)})
         steps.append(made * 2 if repeated else made)
     return steps
+
+
+def items_of(batch: Batch) -> int:
+    """What a micro-batch weighs in the mean of a run that is `weighted`."""
+    return batch["labels"].numel() if batch["labels"].any() else 0
 
 
 class Bowl(nn.Module):
@@ -97,13 +116,13 @@ class TokenLoss:
         return loss
 
     def num_items(self, batch: Batch) -> int:
-        return batch["labels"].numel()
+        return items_of(batch)
 
 
 @dataclass(frozen=True)
 class Job:
     """A run over `counts`, per step the micro-batches of each rank. `acco`: the section's; None: exact steps. `zero`: further
-    keys of zero_optimization."""
+    keys of zero_optimization; `top`: of the JSON, None for one that it has not."""
 
     name: str
     counts: list[list[int]]
@@ -114,10 +133,13 @@ class Job:
     dtype: str = "fp32"
     clip: float = 0.5
     weighted: bool = False
+    blank: int | None = None
+    frozen: bool = False
     rate: float = 0.0
     first: int = 0
     section: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
+    top: dict[str, Any] = field(default_factory=dict)
 
     def config(self, folder: Path) -> dict[str, Any]:
         section = self.section | ({} if self.acco is None else {"acco": self.acco})
@@ -133,10 +155,14 @@ class Job:
         made["optimizer"]["params"] |= ADAM
         made["scheduler"]["params"] |= {"warmup_min_lr": ADAM["lr"] / 10, "warmup_max_lr": ADAM["lr"]}
         made["zero_optimization"] |= self.zero
-        return made
+        return {key: value for key, value in (made | self.top).items() if value is not None}
+
+    @property
+    def build(self) -> type[Model]:
+        return Frozen if self.frozen else Model
 
     def batches(self, rank: int) -> list[list[Batch]]:
-        return batches(self.counts, rank, self.repeated)
+        return batches(self.counts, rank, self.repeated, self.blank)
 
 
 def own(shares: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
@@ -163,7 +189,7 @@ def train(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         rates.append(engine.get_lr()[0])
 
     loss_fn = TokenLoss() if job.weighted else None
-    run = harness.run_arm(job.config(folder), Model, job.batches(rank), vertical=True, between=between, loss_fn=loss_fn)
+    run = harness.run_arm(job.config(folder), job.build, job.batches(rank), vertical=True, between=between, loss_fn=loss_fn)
     run.state = own(run.state, run.weights, rank)
     run.grads = [own(grads, run.weights, rank) for grads in run.grads]
     return vars(run) | {"rates": rates, "taken": [ADAM["lr"] / 10, *rates[:-1]]}
@@ -214,10 +240,10 @@ def untouched(job: Job, folder: Path, rank: int) -> dict[str, Any]:
 def resumed(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     """The steps, with a save and a load in another engine behind the second one."""
     saved, steps = folder.parent / job.name, job.batches(rank)
-    with harness.running(job.config(folder), Model, vertical=True) as (engine, model):
+    with harness.running(job.config(folder), job.build, vertical=True) as (engine, model):
         losses = [engine.train_batch(iter(step)).item() for step in steps[:2]]
         engine.save_checkpoint(str(saved))
-    with harness.running(job.config(folder), Model, vertical=True) as (engine, model):
+    with harness.running(job.config(folder), job.build, vertical=True) as (engine, model):
         engine.load_checkpoint(str(saved))
         losses += [engine.train_batch(iter(step)).item() for step in steps[2:]]
         return {"losses": losses, "contents": contents(engine, model, rank), "lr": engine.get_lr()}
@@ -261,7 +287,7 @@ def failing(job: Job, folder: Path, rank: int) -> dict[str, Any]:
 
 def poisoned(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     """Behind two steps one whose gradients are not finite on rank 1, from micro-batch `job.first` on, then the same step as it
-    should be: what counts."""
+    should be: what counts. `plain`: the loss of that step at the weights that are committed ahead of it."""
     steps, calls = job.batches(rank), iter(range(job.first))
 
     def poison(loss: torch.Tensor, _: Batch) -> torch.Tensor:
@@ -274,6 +300,9 @@ def poisoned(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         engine.train_batch(iter(steps[2]), poison)
         found = {"skipped": engine.skipped_steps, "changed": harness.differing(before, contents(engine, model, rank))}
         found["predicts"] = engine._steps._prediction.is_there
+        plain = Model()
+        plain.load_state_dict(harness.read_weights(model))
+        found["plain"] = sum(plain(**batch).item() for batch in steps[2]) / len(steps[2])
         losses = [engine.train_batch(iter(step)).item() for step in steps[2:]]
         return found | {"losses": losses, "again": engine._steps._prediction.is_there}
 
@@ -324,6 +353,47 @@ def by_calls(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         return {"told": hear(lambda: [engine(**batch) for batch in ds_vertical.look_ahead(step)])}
 
 
+def ending(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """An epoch that leaves one micro-batch to rank 1 in its second step: what the ranks are told, and the loss of a step whose
+    iterators go on into the next epoch, as they are told to do."""
+    epoch = job.batches(rank)[0]
+    data = iter(epoch)
+    with harness.running(job.config(folder), Model, vertical=True) as (engine, _):
+        engine.train_batch(data)
+        told = hear(partial(engine.train_batch, data))
+        rest = epoch[job.micro_batches :]
+        again = engine.train_batch(itertools.chain(rest, epoch)).item()
+        return {"told": told, "again": again, "steps": engine.global_steps, "brought": engine._loop.shares.counts}
+
+
+def elastic(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """Steps whose counts the ranks choose by what they measure: what each step brought, and the learning rates."""
+    data, counts, rates = itertools.cycle(job.batches(rank)[0]), [], []
+    with harness.running(job.config(folder), Model, vertical=True) as (engine, _):
+        for _ in job.counts:
+            loss = engine.train_batch(data).item()
+            counts.append(engine._loop.shares.counts)
+            rates.append(engine.get_lr()[0])
+        return {"counts": counts, "rates": rates, "loss": loss}
+
+
+def cut(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """Both ranks are interrupted at the same boundary of a function of `engine/acco`, at one after the other. What went on with
+    other numbers than a run that nobody interrupts."""
+    steps, made = job.batches(rank), job.config(folder)
+    made["scheduler"]["params"]["warmup_num_steps"] = 10 * len(steps)  # each step of the scheduler is another rate
+    make = partial(harness.build_engine, made, Model, vertical=True)
+    read = partial(contents, rank=rank)
+    with cutting.Trials(folder / "cut" / str(rank), lambda _: make(), steps, read=read) as trials:
+        own = {site: n for site, n in trials.found.items() if site.file.startswith("engine/acco/")}
+        sent = [cutting.chosen(Counter(own))]
+        torch.distributed.broadcast_object_list(sent, 0)  # the first rank's: all are cut at the same ones
+        for each in sent[0]:
+            trials.cut(each)
+    reached = cutting.are_reached(sent[0])
+    return {"wrong": trials.wrong, "torn": trials.torn, "whole": trials.whole, "reached": reached, "num": len(sent[0])}
+
+
 def descend(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     """The losses of gradient descent on `Bowl`, at the rate of `job.rate`."""
     made = job.config(folder)
@@ -337,6 +407,7 @@ def descend(job: Job, folder: Path, rank: int) -> dict[str, Any]:
 KINDS = {
     **{"train": train, "untouched": untouched, "resumed": resumed, "evaluated": evaluated, "failing": failing},
     **{"descend": descend, "poisoned": poisoned, "written": written, "gathered": gathered, "told": told, "by calls": by_calls},
+    **{"ending": ending, "elastic": elastic, "cut": cut},
 }
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from cut_kinds import state_of
-from harness import digest, dispose, read_state, read_weights
+from harness import contents, digest, dispose
 from torch import nn
 
 from ds_vertical.errors import TornStateError
@@ -159,6 +159,7 @@ def surroundings(model: nn.Module) -> dict[str, Any]:
 
 
 Make = Callable[[Path], tuple[Any, nn.Module]]
+Read = Callable[[Any, nn.Module], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,10 @@ def reference_of(
     steps: Sequence[Any],
     watched: int = 2,
     recording: Callable[[Any], contextlib.AbstractContextManager[Counter[Site]]] = lambda _: recorded(),
+    read: Read = contents,
 ) -> Reference:
-    """Train one in `folder`, which is removed. `watched`: the step whose sites `recording` of the engine finds."""
+    """Train one in `folder`, which is removed. `watched`: the step whose sites `recording` of the engine finds. `read`: see
+    `Trials`."""
     engine, model = make(folder)
     losses, states, digests, found = [], [], {}, Counter[Site]()
     try:
@@ -189,7 +192,7 @@ def reference_of(
             found = passed
             states.append(state_of(model))
             if index >= len(steps) - 5:
-                digests[index] = digest(read_weights(model) | read_state(engine, model))
+                digests[index] = digest(read(engine, model))
     finally:
         dispose(engine)
         shutil.rmtree(folder, ignore_errors=True)
@@ -202,14 +205,18 @@ class Trials:
     A step that was interrupted has been taken or not, as `global_steps` tells, and the run goes on with the next one; where the
     engine says that its state is torn, a new one starts over. `wrong`: what went on with other numbers, or broke; `torn`: where
     the engine said so; `whole`: how many times the run went on; `others`: calls that raised something else than the interrupt
-    that a real signal makes. Runs of one `make` and `steps` may share their `reference`.
+    that a real signal makes. Runs of one `make` and `steps` may share their `reference`. `read`: what is compared of an engine
+    and its model.
     """
 
-    def __init__(self, folder: Path, make: Make, steps: Sequence[Any], reference: Reference | None = None) -> None:
+    def __init__(
+        self, folder: Path, make: Make, steps: Sequence[Any], reference: Reference | None = None, read: Read = contents
+    ) -> None:
         self._folder = folder
         self._make = make
         self._steps = steps
-        self._reference = reference or reference_of(folder / "reference", make, steps)
+        self._reference = reference or reference_of(folder / "reference", make, steps, read=read)
+        self._read = read
         self.found = self._reference.found
         self._engine: Any = None
         self._model: Any = None
@@ -308,7 +315,7 @@ class Trials:
         return self._engine.train_batch(iter(self._steps[self._engine.global_steps])).item()
 
     def _digest(self) -> str:
-        return digest(read_weights(self._model) | read_state(self._engine, self._model))
+        return digest(self._read(self._engine, self._model))
 
     def _check_state(self, cut: Any) -> None:
         while self._engine.global_steps - 1 not in self._reference.digests:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ds_vertical.cli.common import JsonObject, parse_bytes
 from ds_vertical.cli.plan.counted_specs import counted_spec, default_length
 from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
-from ds_vertical.cli.plan.half_steps import TwoHalves, two_halves
+from ds_vertical.cli.plan.half_steps import TwoHalves, json_changes, two_halves
 from ds_vertical.cli.plan.pieces import time_pieces
 from ds_vertical.config.deepspeed_keys import AIO
 from ds_vertical.config.section import SECTION
@@ -371,10 +371,10 @@ def _acco_lines(found: JsonObject) -> list[str]:
         return [f"{would}, and a rank lacks {lacking} for it"]
     if acco["step_over_chosen"] > _WORTH:
         return [f"{would}: not worth it here"]
-    own = f'"acco": {{"copies": "{acco["copies"]}"}} in vertical_schedule'
-    if acco["copies"] == "node":
-        own += f', "zero_hpz_partition_size": {found["ranks_per_node"]} in zero_optimization'
-    return [f'{would}: where the loss allows it (docs/acco.md), write {own}, and "cpu" as both offload devices']
+    own = json_changes(found["config"], acco["copies"], found["ranks_per_node"])
+    wanted = ", ".join(f"{path} {json.dumps(value)}" for path, value in own.items() if value is not None)
+    gone = "".join(f"; remove {path}" for path, value in own.items() if value is None)
+    return [f"{would}: where the loss allows it (docs/acco.md), write {wanted}{gone}"]
 
 
 def _nodes_lines(found: JsonObject) -> list[str]:

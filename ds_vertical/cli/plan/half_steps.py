@@ -2,6 +2,7 @@
 
 A half is simulated as every schedule is: steady halves, one behind the other, each of which makes the next one's values
 (`schedule.halves`). A step is two of them. Weights, state and gradients rest in host memory: acco takes them from nowhere else.
+So do activations, whose folder on SSD is that of weights or state.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ds_vertical.cli.common import JsonObject
+from ds_vertical.config.cross_check import value_at
+from ds_vertical.config.levels import PARTITION_SIZE
+from ds_vertical.config.section import SECTION
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner.candidate import Candidate
 from ds_vertical.planner.model_shape import SmallTensors
 from ds_vertical.planner.network import Network
 from ds_vertical.schedule.passes import TrainingStep
-from ds_vertical.types import Copies, Placement, TensorKind, TierBytes
+from ds_vertical.types import Copies, Placement, TensorKind, Tier, TierBytes
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,23 @@ def two_halves(exact: Candidate) -> TwoHalves | None:
     return min(found, key=lambda each: (bool(each.short), each.step_s))
 
 
+def json_changes(config: JsonObject, copies: Copies, ranks_per_node: int) -> JsonObject:
+    """What is to be changed in the JSON of an exact plan, so that it trains with two halves a step: values by path, None for a
+    key that is to go."""
+    wanted: JsonObject = {
+        f"{SECTION}.acco": {"copies": copies},
+        f"{SECTION}.optimizer_delay": 1,
+        f"{SECTION}.levels": None,
+        PARTITION_SIZE: ranks_per_node if copies == "node" else None,
+    }
+    in_memory = {"optimizer_host_share": 1, "gradient_host_share": 1, "optimizer_read_ahead_bytes": 0}
+    wanted |= {f"{SECTION}.{key}": value for key, value in in_memory.items()}
+    wanted |= {f"zero_optimization.{name}.device": "cpu" for name in ("offload_param", "offload_optimizer")}
+    if Tier.SSD.value in config[SECTION].get("activations", {}).values():  # whose folder is that of parameters or state
+        wanted[f"{SECTION}.activations"] = {"device": Tier.DEVICE.value}
+    return {path: value for path, value in wanted.items() if value_at(config, path) != value}
+
+
 def _all_copies(network: Network) -> Iterator[Copies]:
     """Copies of a node are for several nodes of several ranks."""
     yield "rank"
@@ -71,8 +93,8 @@ def _two_halves(exact: Candidate, copies: Copies, network: Network) -> TwoHalves
 
 
 def _in_memory(placement: Placement) -> Placement:
-    """Nothing on SSD but activations."""
-    for kind in (TensorKind.STATE, TensorKind.PARAMETERS, TensorKind.GRADIENTS):
+    """Nothing on SSD."""
+    for kind in (TensorKind.STATE, TensorKind.PARAMETERS, TensorKind.GRADIENTS, TensorKind.ACTIVATIONS):
         placement = placement.with_shares(kind, {})  # in their first tier
     return placement
 

@@ -66,13 +66,16 @@ class _Half:
         return False
 
     def abandon(self) -> None:
-        """After an error: see `StepDriver`. What the first half has reduced is not needed: the step is taken again."""
+        """After an error: see `StepDriver`. Unless the step counts, it is taken again: what the first half has reduced, and its
+        prediction, are not needed then."""
+        counts = self._driver.phase.counts
         self._driver.abandon()
-        self._tentative.forget()
+        if not counts:
+            self._tentative.forget()
 
 
 class FirstHalf(_Half):
-    """`share`: of the step's micro-batches, those of the first half; set ahead of it."""
+    """`share`: of what the step's gradients weigh, those of the first half; set ahead of it."""
 
     def __init__(self, driver: StepDriver, tentative: TentativeStep) -> None:
         super().__init__(driver, tentative, ShareSink(tentative.gradients))

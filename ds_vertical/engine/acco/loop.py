@@ -59,7 +59,7 @@ class HalvesLoop(VerticalLoop):
         self._weights_of = weights
         self._made: frozenset[Unit] = frozenset()  # in the half under way: units of which values for the next half are made
         self._standing: frozenset[Unit] = frozenset()  # units whose copy stood as it began
-        self._before = self._concluded = -1  # steps decided as the step began; as a prediction was concluded last
+        self._before = self._concluded = -1  # steps decided as the step began; as gradients were counted last
         optimizer = parts.optimizer
         self._first = FirstHalf(optimizer.driver, weights.tentative)
         self._second = SecondHalf(optimizer.driver, weights.tentative, optimizer.gradients)
@@ -116,14 +116,21 @@ class HalvesLoop(VerticalLoop):
         """The step is over: what its second half has predicted is for the next one, if it counts."""
         weights, decided = self._weights_of, self._parts.optimizer.driver.num_decided
         counts = decided != self._before
-        if not (counts and decided == self._concluded):
-            with deferred(firmly=True):  # neither twice nor by half
-                weights.prediction.conclude(counts and weights.tentative.is_complete)
-                self._concluded = decided
-        self.scheduler_steps, left = divmod(self.num_left + self.shares.total, self._nominal)
+        with deferred(firmly=True):  # not by half; `restore` may call it twice
+            self.conclude_prediction(counts)
+            if counts and decided != self._concluded:
+                steps, left = divmod(self.num_left + self.shares.total, self._nominal)
+                self.scheduler_steps, self.num_left, self._concluded = steps, left, decided
         super().conclude()
-        self.num_left = left if counts else self.num_left
         weights.tentative.forget()
+
+    def conclude_prediction(self, counts: bool) -> None:
+        """The step is decided: set what the next first half computes with. `counts`: whether it does. Twice is harmless."""
+        weights = self._weights_of
+        if counts:
+            weights.prediction.conclude(weights.tentative.is_complete, self._parts.optimizer.driver.num_decided)
+        else:
+            weights.prediction.forget()
 
     # ---- checkpoints
 
@@ -157,5 +164,6 @@ class HalvesLoop(VerticalLoop):
         if min(counts) < 2:
             raise LoopError(
                 f"train_batch: the ranks bring {', '.join(map(str, counts))} micro-batches with {_KEY}, in which each half of a"
-                " step needs one of each rank, at least; let each rank's iterator end with two or more, such as by drop_last"
+                " step needs one of each rank, at least; end the epoch with the step before, on all ranks, or let each rank's"
+                " iterator go on into the next epoch"
             )

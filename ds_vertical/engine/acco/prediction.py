@@ -21,6 +21,7 @@ class PredictedShards:
 
     def __init__(self) -> None:
         self.is_there = False
+        self._number = -1
         self._standing: dict[int, torch.Tensor] = {}
         self._coming: dict[int, torch.Tensor] = {}
 
@@ -41,11 +42,13 @@ class PredictedShards:
             found = self._coming[id(param)] = torch.empty_like(zero_params.shard(param))
         return found
 
-    def conclude(self, is_complete: bool) -> None:
-        """The step counts: what it has predicted is for the next one, where that `is_complete`."""
+    def conclude(self, is_complete: bool, number: int) -> None:
+        """The step `number` counts: what it has predicted is for the next one, where that `is_complete`. Twice is harmless."""
+        if number == self._number:
+            return
         if is_complete:
             self._standing, self._coming = self._coming, self._standing
-        self.is_there = is_complete
+        self.is_there, self._number = is_complete, number
 
     def forget(self) -> None:
         """The next step's first half computes with the committed weights."""

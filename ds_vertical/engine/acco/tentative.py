@@ -66,13 +66,14 @@ class TentativeStep:
 
     def decide(self, powers: Powers, share: float) -> None:
         """All of the first half's gradients are held: take their norm, and what they are multiplied by. `powers`: after the
-        last committed step. `share`: of the micro-batches of the step, those of the first half. Nothing is due where the norm
-        is not finite. Raises OtherRankError. Collective."""
+        last committed step. `share`: of what the step's gradients weigh, those of the first half. Nothing is due where the norm
+        is not finite, or where `share` is 0: micro-batches that weigh nothing have no mean. Raises OtherRankError.
+        Collective."""
         optimizer = self._optimizer
         with optimizer.live.agreed("train_batch"):  # raises where another rank's part of the half has failed
             self._due = None
         norm = zero_optimizer.tentative_norm(optimizer)
-        if norm is None:
+        if norm is None or not share:
             return
         factor = 1.0 / zero_optimizer.combined_scale(optimizer, norm / share) / share  # the bits of a half that is the whole
         self._due = PendingStep(settings_of_step(optimizer, powers), self.gradients, factor)

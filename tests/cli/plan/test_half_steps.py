@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ds_vertical.cli.plan import command
 from ds_vertical.cli.plan.half_steps import HalfStep, two_halves
+from ds_vertical.config.cross_check import check
+from ds_vertical.config.levels import move_levels
+from ds_vertical.config.resolve import resolve
+from ds_vertical.config.section import load_section
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner import machine as profile
 from ds_vertical.planner.candidate import Candidate, Choice
@@ -141,5 +149,43 @@ def test_the_command_says_whether_to_try_it(tmp_path: Path) -> None:
     assert told().endswith("not worth it here")
     assert "a rank lacks 2.5 GB of host memory for it" in told(short={"host": 2.5e9})
     by_rank, by_node = (told(step_over_chosen=0.9, copies=copies) for copies in ("rank", "node"))
-    assert "(-10.0%)" in by_rank and '"acco": {"copies": "rank"}' in by_rank and "zero_hpz_partition_size" not in by_rank
-    assert '"acco": {"copies": "node"}' in by_node and '"zero_hpz_partition_size": 4 in zero_optimization' in by_node
+    assert "(-10.0%)" in by_rank and 'vertical_schedule.acco {"copies": "rank"}' in by_rank
+    assert "zero_hpz_partition_size" not in by_rank
+    assert 'vertical_schedule.acco {"copies": "node"}' in by_node
+    assert "zero_optimization.zero_hpz_partition_size 4" in by_node
+
+
+def as_told(config: dict[str, Any], line: str) -> dict[str, Any]:
+    """The JSON, changed as a line says: "write PATH VALUE, PATH VALUE; remove PATH"."""
+    changed, (wanted, *gone) = copy.deepcopy(config), line.partition(", write ")[2].split("; remove ")
+    path = r"(?:vertical_schedule|zero_optimization)[\w.]*"
+    found = re.findall(rf'({path}) (\{{.*?\}}|"[^"]*"|[\d.]+)', wanted)
+    assert found and all(re.fullmatch(path, each) for each in gone)
+    for where, value in (*found, *((each, None) for each in gone)):
+        *names, last = where.split(".")
+        place = functools.reduce(lambda outer, name: outer[name], names, changed)
+        if value is None:
+            del place[last]
+        else:
+            place[last] = json.loads(value)
+    return changed
+
+
+@pytest.mark.parametrize("copies", ["rank", "node"])
+@pytest.mark.parametrize(("rate", "memory"), [(1e13, "64G"), (2e8, "64G"), (2e8, "3G")])
+def test_the_plans_json_trains_with_halves_once_it_is_changed_as_the_line_says(
+    tmp_path: Path, rate: float, memory: str, copies: str
+) -> None:
+    """Also where the plan has levels, or state and weights on SSD."""
+    words = ["--model", "gpt_101m", "--tokens-per-step", "8192", "--nodes", "2", "--num-ranks", "2", "--nvme-path", "/ssd"]
+    words += ["--host-memory", memory]
+    found = command.plan(command.parsed([*words, *machine_and_links(tmp_path, rate)]))
+    assert rate == 1e13 or found["config"]["vertical_schedule"]["levels"]
+    assert (found["config"]["zero_optimization"]["offload_optimizer"]["device"] == "nvme") == (memory == "3G")
+    faster = found["acco"] | {"copies": copies, "step_over_chosen": 0.9, "short": {}}
+    line = next(line for line in command.plan_lines(found | {"acco": faster}) if line.startswith("acco"))
+    changed = move_levels(as_told(found["config"], line))
+    section = load_section(changed)
+    assert section is not None and section.acco is not None and section.acco.copies == copies
+    check(changed, section, "cpu")  # raises what is wrong
+    assert resolve(section).levels.ranks_per_node == (2 if copies == "node" else 1)

@@ -1,0 +1,138 @@
+"""What docs/acco.md shows of runs: the ratios are those of the records, and what the script of its picture draws."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from places import ROOT
+
+from ds_vertical.schedule.trace import RecordingTracer, Span, StepTrace, Wait
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import acco_rounds  # noqa: E402
+
+PAGE = (ROOT / "docs" / "acco.md").read_text()
+ARMS = {  # as the page names them: the arm of the record
+    "exact, one group": "exact",
+    "exact, levels": "exact_levels",
+    "ZeRO-1": "stock_zero1",
+    "a node": "acco_node",
+    "each rank": "acco",
+}
+RECORDS = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "twonode").glob("*_1gbit_m16_*acco*.json")]
+
+
+def rows(columns: int, pattern: str) -> list[list[str]]:
+    """The cells of the page's table rows with so many columns whose text has `pattern`."""
+    found = [line.strip("| ").split("|") for line in PAGE.splitlines() if line.startswith("| ") and re.search(pattern, line)]
+    return [[cell.strip() for cell in cells] for cells in found if len(cells) == columns]
+
+
+def record_of(arm: str, other: str, tokens: int) -> dict[str, Any]:
+    (found,) = [each for each in RECORDS if {arm, other} <= set(each["arms"]) and each["tokens"] == tokens]
+    return found
+
+
+def seconds(record: dict[str, Any], arm: str) -> list[float]:
+    """Of the arm's steps but the first, which warms up."""
+    return [step["step_s"] for step in record["arms"][arm]["steps"][1:]]
+
+
+def test_each_ratio_is_that_of_the_medians_of_its_record() -> None:
+    shown = rows(7, "not met")
+    assert len(shown) == len(RECORDS)
+    for copies, over, tokens, ratio, turns, asked, _ in shown:
+        acco, other = ARMS[copies], ARMS[over]
+        record = record_of(acco, other, int(tokens))
+        medians = [median(seconds(record, arm)) for arm in (other, acco)]
+        single = [a / b for a, b in zip(seconds(record, other), seconds(record, acco), strict=True)]
+        assert ratio == f"{medians[0] / medians[1]:.3f}"
+        assert turns == f"{min(single):.2f} to {max(single):.2f}"
+        assert float(ratio) < float(asked)
+
+
+def test_each_row_of_the_records_table_has_their_numbers() -> None:
+    shown = rows(6, r"^\| \d \|")
+    assert len(shown) == 2 * len(RECORDS)
+    known = {
+        (
+            record["tokens"],
+            *(f"{found[key]:.2f}" for key in ("step_s", "link_bound_s")),
+            round(found["inbound_bytes_per_step"] / 1e6),
+        )
+        for record in RECORDS
+        for found in record["arms"].values()
+    }
+    for _, tokens, _, step_s, inbound, link_s in shown:
+        assert (int(tokens), step_s, link_s) in {each[:3] for each in known}
+        assert any(abs(int(inbound) - each[3]) <= 1 for each in known if each[1] == step_s)
+
+
+def test_the_cores_were_as_busy_as_the_page_says_and_all_kept_everything() -> None:
+    busy = [found["busy_cores"] / 2 for record in RECORDS for found in record["arms"].values()]
+    assert f"{100 * min(busy):.0f} to {100 * max(busy):.0f} % busy" in PAGE
+    sections = [found["vertical_schedule"] for record in RECORDS for found in record["configs"].values()]
+    assert {json.dumps(each.get("activations")) for each in sections if each["enabled"]} == {'{"keep": "everything"}'}
+
+
+# ---- the picture
+
+
+def span(resource: str, name: str, start: float, end: float) -> Span:
+    return Span(1, "MainThread", resource, name, start, start, end, 0)
+
+
+STEP = StepTrace(
+    *(1, 0.0, 10.0, 0.0),
+    [
+        *(span("compute", "preF0", 0.0, 1.0), span("compute", "0B0", 1.0, 2.0), span("compute", "0REDUCE", 2.0, 2.1)),
+        *(span("compute", "NORM", 2.1, 3.0), span("compute", "preF0", 3.0, 4.0), span("compute", "NORM", 4.0, 5.0)),
+        *(span("adam", "step 1, chunk 0 from 0", 0.5, 0.6), span("adam", "predict 1, chunk 0 from 0", 3.5, 3.6)),
+        *(
+            span("net_cross", "1SPREAD", 0.6, 0.7),
+            span("net_cross", "0CROSS", 2.0, 2.9),
+            span("net_local", "0REDUCE", 2.0, 2.1),
+        ),
+    ],
+    [Wait(1, "MainThread", "fetch 0", "0F0", 0.9, 1.0), Wait(1, "another", "x", "y", 0.0, 9.0)],
+)
+
+
+def test_a_rank_that_waits_for_others_does_not_compute() -> None:
+    found: dict[int, list[str]] = {}
+    for lane, each in acco_rounds.lanes_of(STEP):
+        found.setdefault(lane, []).append(each.name)
+    assert found == {
+        acco_rounds.FIRST: ["preF0", "0B0"],
+        acco_rounds.SECOND: ["preF0"],
+        acco_rounds.COMMITS: ["step 1, chunk 0 from 0"],
+        acco_rounds.PREDICTS: ["predict 1, chunk 0 from 0"],
+        acco_rounds.WEIGHTS: ["1SPREAD"],
+        acco_rounds.GRADIENTS: ["0CROSS"],
+        acco_rounds.WAITS: ["0REDUCE", "NORM", "NORM", "fetch 0"],
+    }
+
+
+def test_a_step_that_has_no_halves_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 schedules in the step"):
+        list(acco_rounds.lanes_of(StepTrace(1, 0.0, 1.0, 0.0, STEP.spans[:3])))
+
+
+def test_the_script_draws_a_trace(tmp_path: Path) -> None:
+    tracer = RecordingTracer(tmp_path, 0)
+    for _ in range(2):
+        with tracer.step():
+            for each in STEP.spans:
+                tracer.span(each.resource, each.name, each.start, each.end)
+    out = tmp_path / "picture.svg"
+    acco_rounds.main([str(tracer.path), "--out", str(out)])
+    drawn = out.read_text()
+    assert drawn.count("<rect") == 1 + len(STEP.spans) - 1  # the ground, and all but the hop within a node
+    assert ">5.00 s<" in drawn
