@@ -194,7 +194,7 @@ class KeptStore:
         values = [value for value in boundary.kept(cell[0]) if _is_movable(value)]
         if not values:
             return None
-        if self._tiers[cell] is Tier.HOST and not self.gives_up:
+        if not self.gives_up:  # to SSD it goes through host memory
             _check_one_cell(self._policy, sum(value.num_bytes for value in values), self.swapper.host_tier.limit)
         try:
             swapped = self.swapper.put([_bytes(value) for value in values], self._tiers[cell])
