@@ -205,6 +205,29 @@ def test_a_plan_from_the_limits_keeps_from_the_second_step_with_stocks_bits(
     assert "(null: planned from the limits of 2026-11-22 and the first step: " in told and "less time a step than" in told
 
 
+PARTS = {"free": (0.0, 0.01), "products_1": (1e6, 0.025), "products": (2e6, 0.03), "everything": (6e6, 0.04)}
+
+
+def test_a_part_of_the_products_is_kept_where_memory_has_no_room_for_all(tmp_path: Path) -> None:
+    """For all twelve cells; six could keep all products. More room, and all of them are kept."""
+    few = {Tier.DEVICE: 1.8e6 + 12.5e6 / 0.8, Tier.HOST: 1.8e6 + 12.5e6 / 0.8, Tier.SSD: 0.0}
+    choice = planner(tmp_path, report()).choose(step(menu=PARTS, room=few))
+    assert kept(choice)[:2] == ("products", Tier.DEVICE) and choice.settings.keep_outputs == 1
+    assert keeping.describe_keeping(choice.settings).startswith('activations.keep = "products", the 1 of each block that')
+    assert planner(tmp_path, report()).choose(step(menu=PARTS)).settings.keep_outputs is None
+
+
+def test_a_run_that_keeps_a_part_of_the_products_has_stocks_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "limits.json").write_text(json.dumps(report()))
+    monkeypatch.setenv("DS_VERTICAL_LIMITS", str(tmp_path / "limits.json"))
+    monkeypatch.setattr(keeping, "measured_step", lambda *_: step(menu={"products_1": (1e5, 0.03)}))
+    batches, records = token_batches(3, 3, rows=1, shortest=5), list[Any]()
+    plain = run_arm(config(tmp_path, "nvme", count=3), MIXER, batches, vertical=False)
+    made = config(tmp_path, "nvme", count=3)
+    assert_identical(plain, run_arm(made, MIXER, batches, vertical=True, between=lambda engine, _: records.append(engine.kept)))
+    assert records[0] is None and all((each.policy, each.outputs) == ("products", 1) for each in records[1:])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", ["device", "host", "ssd"])
 def test_a_chosen_policy_gives_up_cells_for_which_there_is_no_room(

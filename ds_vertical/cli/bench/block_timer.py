@@ -102,7 +102,8 @@ class BlockTimer:
         the host: what `block_s` would return for the time in which the layer was timed. `launch_s`, elsewhere: see the method
         of this name. `free_saved_s`, `products_saved_s`,
         `everything_saved_s`: of the layer's forward, what each activation policy saves in its backward; `products_kept_bytes`,
-        `everything_kept_bytes`: what it keeps. A policy that the layer cannot have is left out.
+        `everything_kept_bytes`: what it keeps. A policy that the layer cannot have is left out. `products_2_saved_s`, ...: of
+        parts of the products, see `types.point_name`.
         """
         passes = list(self._passes(rounds, _LEAST_S))
         forward, backward = (fmean(column) for column in zip(*passes, strict=True))
@@ -146,8 +147,8 @@ class BlockTimer:
         probe.backward(block, is_compiled(block.module), [*args, *kwargs.values()], again, lambda _: {})
         found = probe.found[type(block.module)]
         scale = forward_s / found.forward_s  # the probe takes the least times
-        rates = {f"{point.policy}_saved_s": scale * point.saved_s for point in found.points}
-        return rates | {f"{p.policy}_kept_bytes": float(p.num_bytes) for p in found.points if p.policy in HOLDING}
+        rates = {f"{point.name}_saved_s": scale * point.saved_s for point in found.points}
+        return rates | {f"{p.name}_kept_bytes": float(p.num_bytes) for p in found.points if p.policy in HOLDING}
 
     def _inputs(self) -> tuple[tuple[object, ...], dict[str, object]]:
         """What the layer is called with, as in its backward."""

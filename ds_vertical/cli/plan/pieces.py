@@ -22,12 +22,11 @@ from ds_vertical.cli.bench.machine_info import accelerator
 from ds_vertical.cli.common import JsonObject
 from ds_vertical.errors import ConfigError
 from ds_vertical.planner.model_shape import ModelSpec, Seconds
-from ds_vertical.types import ActivationPolicy
 
 _ROUNDS: Final = 3
 _MARK: Final = "ds_vertical pieces: "  # ahead of what a process says: libraries write to its output, too
 _READY: Final = "ready"
-_POLICIES: Final[tuple[ActivationPolicy, ...]] = ("free", "products", "everything")
+_SAVED: Final = "_saved_s"  # behind a point's name
 
 
 def time_pieces(spec: ModelSpec, fields: JsonObject, size: int, num_ranks: int = 1) -> Seconds:
@@ -65,9 +64,7 @@ def _timed(order: JsonObject, told: IO[str] | None = None) -> JsonObject:
 
 def _seconds(rates: Mapping[str, float], kind: str) -> Seconds:
     forward, backward = rates["layer_forward_s"], max(0.0, rates["layer_backward_s"])
-    saved: dict[ActivationPolicy, float] = {
-        name: rates[f"{name}_saved_s"] / forward for name in _POLICIES if f"{name}_saved_s" in rates
-    }
+    saved = {key.removesuffix(_SAVED): value / forward for key, value in rates.items() if key.endswith(_SAVED)}
     outside = rates["pre_forward_s"], rates["pre_backward_s"], rates["head_s"]
     return Seconds(forward, backward, *outside, saved_shares={kind: saved})
 
