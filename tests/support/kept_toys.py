@@ -47,8 +47,7 @@ def model_of(*kinds: Callable[[], nn.Module]) -> ToyModel:
 
 
 class Chained(Block):
-    """Three products whose results a gradient reads: of the second one's elements each sums over twice as many as of the others',
-    and it has half as many of them."""
+    """Three products whose results a gradient reads. An element of the second sums over twice as many as one of the others."""
 
     def inner(self, hidden: torch.Tensor) -> torch.Tensor:
         narrow = torch.tanh(nn.functional.linear(torch.tanh(self.up(hidden)), self.down.weight))
