@@ -38,6 +38,7 @@ _DEPTH_NAMES = (
     "encoder_layers",
     "decoder_layers",
 )
+BlockKind = tuple[type[nn.Module], int]  # a class, and the elements of its parameters
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Block:
 
     path: str
     module: nn.Module
+
+    @property
+    def kind(self) -> BlockKind:
+        """Blocks of one class and size are of one kind, whether they are partitioned or not."""
+        return type(self.module), sum(map(_numel, self.module.parameters()))
 
 
 @dataclass(frozen=True)

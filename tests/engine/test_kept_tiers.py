@@ -156,7 +156,7 @@ def test_while_the_tier_is_open_the_start_says_so(tmp_path: Path) -> None:
 def test_a_written_policy_is_measured_as_the_blocks_will_keep_it() -> None:
     """Also where others save more for their bytes, or it saves nothing; a class that lacks it has the next lower one."""
     layers = map_layers(MIXER(), None)
-    kind = type(layers.blocks[0].module)
+    kind = layers.blocks[0].kind
 
     def menu(policy: ActivationPolicy | None, *points: KeptPoint) -> Any:
         probe = Probe(found={kind: BlockTimes(0.05, 0.1, 1000, points)})
@@ -171,11 +171,12 @@ def test_a_written_policy_is_measured_as_the_blocks_will_keep_it() -> None:
     assert menu("products", products, part).menu == {"products": (2_000_000, 1e-9)}  # all of them, as it is written
 
 
-def test_of_two_classes_of_blocks_a_part_of_the_products_is_all_of_them_where_there_are_no_more() -> None:
+def test_of_two_kinds_of_blocks_a_part_of_the_products_is_all_of_them_where_there_are_no_more() -> None:
     layers = map_layers(model_of(Block, Chained, Chained), ["blocks"])
+    first, second, _ = (block.kind for block in layers.blocks)
     whole, part = KeptPoint("products", 4_000_000, 0.04), KeptPoint("products", 1_000_000, 0.03, 1)
-    times = {Block: BlockTimes(0.05, 0.1, 1000, (KeptPoint("products", 2_000_000, 0.02),))}
-    probe = Probe(found={**times, Chained: BlockTimes(0.05, 0.1, 1000, (whole, part))})
+    times = {first: BlockTimes(0.05, 0.1, 1000, (KeptPoint("products", 2_000_000, 0.02),))}
+    probe = Probe(found={**times, second: BlockTimes(0.05, 0.1, 1000, (whole, part))})
     menu = measured_step(probe, None, layers, ROOM).menu
     assert menu == {"products": (3e6, pytest.approx(0.03)), "products_1": (1.5e6, pytest.approx(0.025))}
 

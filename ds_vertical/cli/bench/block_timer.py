@@ -170,7 +170,7 @@ class BlockTimer:
             yield graph  # who held the block's output here would make it a value that is needed, see `recording`
 
         probe.backward(block, is_compiled(block.module), [*args, *kwargs.values()], again, lambda _: {})
-        found = probe.found[type(block.module)]
+        found = probe.found[block.kind]
         scale = forward_s / found.forward_s  # the probe takes the least times
         rates = {f"{point.name}_saved_s": scale * point.saved_s for point in found.points}
         return rates | {f"{p.name}_kept_bytes": float(p.num_bytes) for p in found.points if p.policy in HOLDING}

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-from torch import nn
-
 from ds_vertical.model.kept.probe import BlockTimes, Probe
-from ds_vertical.model.layers import LayerMap
+from ds_vertical.model.layers import Block, LayerMap
 from ds_vertical.planner.kept_activations import NOTHING, KeepMenu, PolicyPoint, concave, mean_menu, named_point, thinned
 from ds_vertical.planner.model_shape import Seconds
 from ds_vertical.schedule.events import Event, Op
@@ -76,8 +74,8 @@ def measured_step(
 ) -> MeasuredStep:
     """What a step has measured on this rank. `times`: None where events run on after the host has issued them. `policy`: the
     one that the JSON asks for, which is then all of the menu; None: it leaves that open."""
-    blocks = [layers.blocks[index].module for own in layers.layers[:-1] for index in own]
-    counts = Counter(type(block) for block in blocks if type(block) in probe.found)
+    blocks = [layers.blocks[index] for own in layers.layers[:-1] for index in own]
+    counts = Counter(block.kind for block in blocks if block.kind in probe.found)
     own = [(probe.found[kind], count) for kind, count in counts.items()]
     whole = len(own) > 0 and sum(counts.values()) == len(blocks)
     menu = {} if not whole else _mean_points(own) if policy is None else _mean_point(own, policy)
@@ -92,7 +90,7 @@ def nothing_measured(reason: str, room: Mapping[Tier, float | None]) -> Measured
 
 
 def _mean_points(own: Sequence[tuple[BlockTimes, int]]) -> dict[str, tuple[float, float]]:
-    """Bytes and seconds of the mean block; a class that lacks a policy follows the next lower one, and one that has no more
+    """Bytes and seconds of the mean block; a kind that lacks a policy follows the next lower one, and one that has no more
     products than a part keeps all of them."""
     menus = [KeepMenu(str(n), count, concave(_policy_points(block))) for n, (block, count) in enumerate(own)]
     mean = mean_menu(menus)
@@ -112,13 +110,13 @@ def _mean(own: Sequence[tuple[PolicyPoint, int]]) -> tuple[float, float]:
 
 def _mean_point(own: Sequence[tuple[BlockTimes, int]], policy: ActivationPolicy) -> dict[ActivationPolicy, tuple[float, float]]:
     """Bytes and seconds of the mean block with the policy that the JSON asks for, also where others save more for their bytes.
-    A class that lacks it follows the next lower one, as its calls will; empty where none keeps any bytes."""
+    A kind that lacks it follows the next lower one, as its calls will; empty where none keeps any bytes."""
     num_bytes, saved_s = _mean([(_at_most(block, policy), number) for block, number in own])
     return {policy: (num_bytes, max(saved_s, _LEAST_S))} if num_bytes else {}
 
 
 def _at_most(block: BlockTimes, policy: ActivationPolicy, part: str = "") -> PolicyPoint:
-    """What a class of block keeps that is asked for a policy, or a `part` of its products."""
+    """What a kind of block keeps that is asked for a policy, or a `part` of its products."""
     points = {point.name: point for point in _policy_points(block)}
     if part in points:
         return points[part]
@@ -135,7 +133,7 @@ def _policy_points(block: BlockTimes) -> Iterator[PolicyPoint]:
 
 
 def _seconds(
-    own: Sequence[tuple[BlockTimes, int]], times: EventTimes | None, layers: LayerMap, blocks: Sequence[nn.Module]
+    own: Sequence[tuple[BlockTimes, int]], times: EventTimes | None, layers: LayerMap, blocks: Sequence[Block]
 ) -> Seconds:
     """Of the mean block. What stands around the blocks is measured, or scaled by its elements: half of them are the head's."""
     count = sum(number for _, number in own)
@@ -146,7 +144,7 @@ def _seconds(
         backward = max(0.0, times.median_s(Op.B) / per_layer - forward) or backward
         pre = times.median_s(Op.F, pre=True), times.median_s(Op.B, pre=True)
         return Seconds(forward, backward, *pre, times.median_s(Op.HEAD))
-    each = sum(param.numel() for block in blocks for param in block.parameters()) / len(blocks) or 1.0
+    each = sum(param.numel() for block in blocks for param in block.module.parameters()) / len(blocks) or 1.0
     outside = sum(param.numel() for unit in layers.outside.units for param in layers.units[unit])
     return Seconds(forward, backward, 0.0, 0.0, 3 * forward * outside / 2 / each)
 

@@ -1,6 +1,6 @@
-"""Measures what each way of keeping would save: the seconds and bytes of one call of each class of block.
+"""Measures what each way of keeping would save: the seconds and bytes of one call of each kind of block.
 
-[Note: probe] In one step that keeps nothing, the first backward of each class of block recomputes its forward some times more:
+[Note: probe] In one step that keeps nothing, the first backward of each kind of block recomputes its forward some times more:
 as it is; with what autograd saves in slots, whose bytes "everything" would keep; and with the operations left out that "free"
 and "products" leave out, and parts of the products (`PARTS`). What a policy saves is the least time of a whole recompute less
 the least time of its own. Nothing of this reaches the step, whose gradients come from a recompute of their own. A way that
@@ -27,7 +27,7 @@ from ds_vertical.model.kept.kinds import obstacle
 from ds_vertical.model.kept.recording import CallPlan, Recording
 from ds_vertical.model.kept.replay import OperationsDiffer, Replay, Results
 from ds_vertical.model.kept.slots import VIEW_LEFT, Slots, unpack
-from ds_vertical.model.layers import Block
+from ds_vertical.model.layers import Block, BlockKind
 from ds_vertical.model.thread_state import entered
 from ds_vertical.types import ActivationPolicy, point_name
 
@@ -70,7 +70,7 @@ class _Way:
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of one call of a class of block: of a recompute and of the backward behind it. `input_bytes`: of what passes to
+    """Seconds of one call of a kind of block: of a recompute and of the backward behind it. `input_bytes`: of what passes to
     the block. `points`: what it may keep. `reasons`: why it may not keep by the other policies."""
 
     forward_s: float
@@ -145,17 +145,17 @@ def _ends(graph: BlockGraph, keep_graph: bool) -> list[object]:
 
 @dataclass(eq=False)
 class Probe:
-    """Measures the first backward of each class of block in one step, see [Note: probe]. `synchronize`: waits for the device.
+    """Measures the first backward of each kind of block in one step, see [Note: probe]. `synchronize`: waits for the device.
 
-    `found`: by class.
+    `found`: by kind.
     """
 
     synchronize: Callable[[], None] = lambda: None
-    found: dict[type[nn.Module], BlockTimes] = field(default_factory=dict)
+    found: dict[BlockKind, BlockTimes] = field(default_factory=dict)
 
     def wants(self, block: Block) -> bool:
-        """Whether no block of this class has been measured."""
-        return type(block.module) not in self.found
+        """Whether no block of this kind has been measured."""
+        return block.kind not in self.found
 
     def backward(self, block: Block, compiled: bool, inputs: Sequence[object], again: Again, run: Backward) -> InputGradients:
         """Measure a block's call, then recompute it and `run` it backward. `inputs`: what the call was given."""
@@ -170,7 +170,7 @@ class Probe:
             backward_s = perf_counter() - start
         given = {id(value): value.nbytes for value in inputs if isinstance(value, torch.Tensor) and requires_grad(value)}
         passed = sum(given.values()) - sum(given.get(id(param), 0) for param in call.params)
-        self.found[type(block.module)] = BlockTimes(whole_s, backward_s, passed, tuple(points), tuple(reasons))
+        self.found[block.kind] = BlockTimes(whole_s, backward_s, passed, tuple(points), tuple(reasons))
         return gradients
 
     def _measure(self, call: _Call, compiled: bool, reasons: list[str]) -> tuple[float, list[KeptPoint]]:

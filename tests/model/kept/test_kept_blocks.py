@@ -188,7 +188,7 @@ def test_parts_of_the_products_are_measured() -> None:
 
     probe = Probe()
     probe.backward(block, False, inputs, again, lambda _: {})
-    found = {point.name: point.num_bytes for point in probe.found[Chained].points}
+    found = {point.name: point.num_bytes for point in probe.found[block.kind].points}
     narrow = 4 * rows * WIDTH
     assert found.pop("everything") > 0
     assert found == {"free": 0, "products": 5 * narrow, "products_1": narrow, "products_2": 3 * narrow}
