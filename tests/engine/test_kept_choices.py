@@ -213,7 +213,7 @@ def test_a_part_of_the_products_is_kept_where_memory_has_no_room_for_all(tmp_pat
     few = {Tier.DEVICE: 1.8e6 + 12.5e6 / 0.8, Tier.HOST: 1.8e6 + 12.5e6 / 0.8, Tier.SSD: 0.0}
     choice = planner(tmp_path, report()).choose(step(menu=PARTS, room=few))
     assert kept(choice)[:2] == ("products", Tier.DEVICE) and choice.settings.keep_outputs == 1
-    assert keeping.describe_keeping(choice.settings).startswith('activations.keep = "products", the 1 of each block that')
+    assert keeping.describe_keeping(choice.settings).startswith('activations.keep = "products", 1 of each block\'s products, ')
     assert planner(tmp_path, report()).choose(step(menu=PARTS)).settings.keep_outputs is None
 
 

@@ -218,7 +218,7 @@ def describe_keeping(settings: ActivationSettings) -> str:
     if settings.is_open and settings.keep is not None:
         shares = [f"{settings.keep_share:.0%} of the cells from the second step on"]
     if settings.keep_outputs is not None:
-        shares = [f"the {settings.keep_outputs} of each block that save most for their bytes", *shares]
+        shares = [f"{settings.keep_outputs} of each block's products", *shares]
     return f'activations.keep = "{settings.keep or "none"}"' + (f", {', '.join(shares)}" if shares else "")
 
 
