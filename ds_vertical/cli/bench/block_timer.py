@@ -22,14 +22,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from ds_vertical.cli.plan.block_ops import kind_names
 from ds_vertical.io import streams
 from ds_vertical.io.host import available_bytes, keep_freed_memory
 from ds_vertical.model.block_call import BlockGraph
 from ds_vertical.model.compiled_blocks import is_compiled
 from ds_vertical.model.hf import build_model, read_fields
 from ds_vertical.model.kept.probe import Probe
-from ds_vertical.model.layers import LayerMap, map_layers
+from ds_vertical.model.layers import LayerMap, kind_names, map_layers
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts, SumPlace
 from ds_vertical.types import HOLDING
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -21,16 +20,6 @@ from torch.utils.flop_counter import flop_registry
 from ds_vertical.planner.model_shape import CountedMenu, CountedPoint
 
 _Storages = dict[int, int]  # a storage's number -> its bytes
-
-
-def kind_names(blocks: Iterable[nn.Module]) -> list[str]:
-    """The kind of each block: its class and, where another size of that class comes first, its elements."""
-    first: dict[str, int] = {}
-    found = []
-    for block in blocks:
-        name, size = type(block).__name__, sum(param.numel() for param in block.parameters())
-        found.append(name if first.setdefault(name, size) == size else f"{name} of {size} elements")
-    return found
 
 
 @dataclass(frozen=True)

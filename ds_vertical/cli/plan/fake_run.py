@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_vertical.cli.common import JsonObject
-from ds_vertical.cli.plan.block_ops import BlockRecord, kind_names
+from ds_vertical.cli.plan.block_ops import BlockRecord
 from ds_vertical.engine.budget.kernel_copies import are_made_by_products
 from ds_vertical.errors import ConfigError, LayerError
 from ds_vertical.model.hf import build_model, refused
-from ds_vertical.model.layers import LayerMap, map_layers
+from ds_vertical.model.layers import LayerMap, kind_names, map_layers
 from ds_vertical.planner.model_shape import CountedMenu, ModelSpec, SufShape
 from ds_vertical.types import SUF
 

@@ -108,7 +108,7 @@ def _mean(own: Sequence[tuple[PolicyPoint, int]]) -> tuple[float, float]:
     return sum(n * p.num_bytes for p, n in own) / count, sum(n * p.saved_s for p, n in own) / count
 
 
-def _mean_point(own: Sequence[tuple[BlockTimes, int]], policy: ActivationPolicy) -> dict[ActivationPolicy, tuple[float, float]]:
+def _mean_point(own: Sequence[tuple[BlockTimes, int]], policy: ActivationPolicy) -> dict[str, tuple[float, float]]:
     """Bytes and seconds of the mean block with the policy that the JSON asks for, also where others save more for their bytes.
     A kind that lacks it follows the next lower one, as its calls will; empty where none keeps any bytes."""
     num_bytes, saved_s = _mean([(_at_most(block, policy), number) for block, number in own])
