@@ -116,12 +116,10 @@ def _starts(timeline: SimulatedRun, event: str) -> float:
 @pytest.mark.parametrize(("ranks", "window", "beside"), [(1, 0, False), (1, 1, True), (2, 0, True)])
 def test_where_no_layer_is_fetched_ahead_one_rank_waits_for_gradients_that_leave(ranks: int, window: int, beside: bool) -> None:
     """As `OutgoingStream` does; of several ranks the copy stands behind a collective, for which no thread waits."""
-    shape = replace(SHAPE, layer_elements=(1000, 1000), num_shards=ranks)
+    shape = replace(SHAPE, layer_elements=(1000, 1000), num_shards=ranks, placement=IN_MEMORY)
     schedule = build_training(TrainingStep(2, 1, window=window, reduces_beside=ranks > 1))
-    timeline = simulate(schedule, MACHINE, shape)
+    timeline = simulate(schedule, replace(MACHINE, copy_in_bytes_per_s=1e9), shape)
     assert (_starts(timeline, "0B0") < ends(timeline)["1REDUCE"]) == beside
-    here = simulate(schedule, ONE_MEMORY, shape)  # nothing leaves
-    assert ends(here)["0B0"] == pytest.approx(_starts(here, "0B0") + shape.forward_s + shape.backward_s)
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 28.0), (0.75, 32.0), (0.5, 40.0)])
