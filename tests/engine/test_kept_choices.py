@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from ds_vertical.config.section import load_section
 from ds_vertical.engine import memory_check
 from ds_vertical.engine.keeping import keeping
 from ds_vertical.engine.keeping import planner as keep_planner
+from ds_vertical.engine.keeping.device_full import DeviceFull, KeptHere
 from ds_vertical.engine.keeping.measured import agreed
 from ds_vertical.engine.keeping.planner import KeepChoice, KeepPlanner
 from ds_vertical.engine.memory_check import Forecast, groups_of
@@ -30,7 +32,7 @@ from ds_vertical.errors import StorageError
 from ds_vertical.model.layers import map_layers
 from ds_vertical.planner.candidate import Candidate
 from ds_vertical.planner.search import tune_keeping
-from ds_vertical.types import Tier
+from ds_vertical.types import ActivationSettings, Tier
 
 # ---- the choice
 
@@ -215,6 +217,17 @@ def test_a_part_of_the_products_is_kept_where_memory_has_no_room_for_all(tmp_pat
     assert kept(choice)[:2] == ("products", Tier.DEVICE) and choice.settings.keep_outputs == 1
     assert keeping.describe_keeping(choice.settings).startswith('activations.keep = "products", 1 of each block\'s products, ')
     assert planner(tmp_path, report()).choose(step(menu=PARTS)).settings.keep_outputs is None
+
+
+def test_where_a_part_of_the_products_fills_a_device_no_share_of_all_is_advised() -> None:
+    """Which take more, and no key asks for the part."""
+    parts: Any = SimpleNamespace(keeping=SimpleNamespace(is_chosen=True, room=lambda: dict.fromkeys(Tier)))
+
+    def advised(outputs: int | None) -> list[str]:
+        settings = ActivationSettings(None, 0.0, 0.0, "products", Tier.DEVICE, keep_outputs=outputs)
+        return list(DeviceFull(parts)._remedies(KeptHere(settings, (4, 4_000_000), 1_000_000, 5, 4), 10_000_000))
+
+    assert len(advised(None)) > 1 and advised(1) == ['"keep": "none"']
 
 
 def test_a_run_that_keeps_a_part_of_the_products_has_stocks_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
