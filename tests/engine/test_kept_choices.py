@@ -212,7 +212,7 @@ PARTS = {"free": (0.0, 0.01), "products_1": (1e6, 0.025), "products": (2e6, 0.03
 
 def test_a_part_of_the_products_is_kept_where_memory_has_no_room_for_all(tmp_path: Path) -> None:
     """For all twelve cells; eight could keep all products. With more room nothing is left out."""
-    few = {Tier.DEVICE: 1.8e6 + 16e6 / 0.8, Tier.HOST: 1.8e6 + 16e6 / 0.8, Tier.SSD: 0.0}
+    few = {Tier.DEVICE: 1.8e6 + 16e6 / 0.8, Tier.HOST: 1.8e6 + 16e6 / 0.8, Tier.SSD: 1e6}
     choice = planner(tmp_path, report()).choose(step(menu=PARTS, room=few))
     assert kept(choice)[:2] == ("products", Tier.DEVICE) and choice.settings.keep_outputs == 1
     assert keeping.describe_keeping(choice.settings).startswith('activations.keep = "products", 1 of each block\'s products, ')
