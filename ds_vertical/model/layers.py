@@ -51,7 +51,7 @@ class Block:
     @property
     def kind(self) -> BlockKind:
         """Blocks of one class and size are of one kind, whether they are partitioned or not."""
-        return _kind(self.module)
+        return _block_kind(self.module)
 
 
 @dataclass(frozen=True)
@@ -410,11 +410,11 @@ def refuse_batch_flags(batch: object) -> None:
 def kind_names(blocks: Iterable[nn.Module]) -> list[str]:
     """The kind of each block: its class and, where another size of that class comes first, its elements."""
     first: dict[str, int] = {}
-    sizes = [(kind.__name__, size) for kind, size in map(_kind, blocks)]
+    sizes = [(kind.__name__, size) for kind, size in map(_block_kind, blocks)]
     return [name if first.setdefault(name, size) == size else f"{name} of {size} elements" for name, size in sizes]
 
 
-def _kind(block: nn.Module) -> BlockKind:
+def _block_kind(block: nn.Module) -> BlockKind:
     return type(block), sum(map(_numel, block.parameters()))
 
 

@@ -149,7 +149,7 @@ class KeptRecord:
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """From what `to_json` has written."""
         tables = (tuple((Tier(tier), number) for tier, number in fields[name].items()) for name in _TABLES)
-        return cls(fields["policy"], *tables, fields.get("outputs"))
+        return cls(fields["policy"], *tables, outputs=fields.get("outputs"))
 
     def to_json(self) -> dict[str, object]:
         """As an account has it."""
