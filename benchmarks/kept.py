@@ -201,14 +201,17 @@ def limits_for_runs(path: Path) -> Iterator[None]:
             os.environ["DS_VERTICAL_LIMITS"] = before
 
 
-_CHOSEN: Final = re.compile(r'activations\.keep = "(\w+)"((?:, \d+% of the cells on \w+)*) \(null: (.*)\)')
+_PART: Final = r"(?:, (\d+) of each block's products)?"
+_CHOSEN: Final = re.compile(rf'activations\.keep = "(\w+)"{_PART}((?:, \d+% of the cells on \w+)*) \(null: (.*)\)')
 _SETTLED: Final = re.compile(r"keep null: none: ([^;)\n]*)")
 
 
 def chosen_in(log: str) -> dict[str, Any]:
-    """What a run with the default has chosen, by its log: its `activations` and the reason. Raises ConfigError."""
+    """What a run with the default has chosen, by its log: its `activations` and the reason; with a part of the products their
+    number as "keep_outputs", which is no key of the JSON. Raises ConfigError."""
     if (found := _CHOSEN.search(log)) is not None:
-        return {"activations": _kept_keys(found[1], found[2]), "reason": found[3]}
+        part = {} if found[2] is None else {"keep_outputs": int(found[2])}
+        return {"activations": _kept_keys(found[1], found[3]) | part, "reason": found[4]}
     if (settled := _SETTLED.search(log)) is not None:
         return {"activations": NOTHING, "reason": settled[1]}
     raise ConfigError(f"{NULL}: the log does not say what the run keeps")

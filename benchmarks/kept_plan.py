@@ -69,7 +69,7 @@ class Planner:
         return Candidate(choice, replace(self._case, shape=shape), 0.0, ())
 
     def kept_of(self, activations: Mapping[str, Any]) -> KeptShare | None:
-        """What the JSON's `activations` keep."""
+        """What the JSON's `activations` keep, or a part of the products (`kept.chosen_in`)."""
         policy: ActivationPolicy = activations.get("keep") or "none"
         if policy == "none":
             return None
@@ -77,23 +77,23 @@ class Planner:
         shares = {tier: activations.get("keep_share", 1.0)}
         if tier is Tier.SSD:
             shares[Tier.HOST] = activations.get("keep_host_share", 0.0)
-        return KeptShare(self._point(policy), *(shares.get(each, 0.0) for each in Tier))
+        return KeptShare(self._point(policy, activations.get("keep_outputs")), *(shares.get(each, 0.0) for each in Tier))
 
-    def menu(self, policy: ActivationPolicy) -> KeepMenu | None:
+    def menu(self, policy: ActivationPolicy, outputs: int | None = None) -> KeepMenu | None:
         """The one point of a policy; None where nothing has been counted."""
-        return self._menu((policy,))
+        return self._menu((policy,), outputs)
 
-    def _menu(self, policies: Collection[str]) -> KeepMenu | None:
+    def _menu(self, policies: Collection[str], outputs: int | None = None) -> KeepMenu | None:
         rate = self.profile.flops_per_byte(self.spec.dtype)
         counted = (
-            replace(menu, points=tuple(p for p in menu.points if p.policy in policies and p.outputs is None))
+            replace(menu, points=tuple(p for p in menu.points if p.policy in policies and p.outputs == outputs))
             for menu in self.spec.menus
         )
         return mean_menu([menu.menu(1, self.seconds, rate) for menu in counted])
 
-    def _point(self, policy: ActivationPolicy) -> PolicyPoint:
+    def _point(self, policy: ActivationPolicy, outputs: int | None = None) -> PolicyPoint:
         """The same; of a policy that saves nothing its bytes alone."""
-        menu = self.menu(policy)
+        menu = self.menu(policy, outputs)
         if menu is not None and menu.points:
             return menu.points[0]
         sizes = (point.num_bytes for counted in self.spec.menus for point in counted.points if point.policy == policy)

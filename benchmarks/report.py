@@ -297,6 +297,7 @@ def _keeps(activations: Mapping[str, Any]) -> str:
     policy, tier = activations.get("keep") or "none", activations.get("keep_device")
     if tier is None:
         return policy
+    policy = f"{policy} ({activations['keep_outputs']} a block)" if "keep_outputs" in activations else policy
     near = activations.get("keep_host_share", 0.0)
     host = f", {near:.0%} on host" if near else ""
     return f"{policy}, {activations.get('keep_share', 1.0):.0%} on {tier}{host}"

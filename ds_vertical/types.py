@@ -41,6 +41,12 @@ BELOW: Final[Mapping[ActivationPolicy, ActivationPolicy]] = (
 _Value = TypeVar("_Value")
 
 
+def point_name(policy: ActivationPolicy, outputs: int | None) -> str:
+    """Of a point of a block's menu: the policy or, where a call keeps no more than so many products' results, those that save
+    most operations for their bytes, the number behind it ("products_2")."""
+    return policy if outputs is None else f"{policy}_{outputs}"
+
+
 # ---- tiers
 
 
@@ -184,7 +190,8 @@ def _complete_shares(kind: TensorKind, given: Mapping[Tier, float]) -> dict[Tier
 class ActivationSettings:
     """The tier of layer inputs and gradients between layers. `share`, `host_share`: of the micro-batches. `keep`: what else of
     a layer's forward is kept for its backward (None: nothing so far), in the tier `keep_device` (None: see `is_open`).
-    `keep_share`: of the cells, those that keep there; `keep_host_share`: further ones, which keep in host memory."""
+    `keep_share`: of the cells, those that keep there; `keep_host_share`: further ones, which keep in host memory.
+    `keep_outputs`: with "products", how many products' results a block's call keeps, see `point_name`; no key of the JSON."""
 
     device: Tier | None
     share: float
@@ -193,6 +200,7 @@ class ActivationSettings:
     keep_device: Tier | None = None
     keep_share: float = 1.0
     keep_host_share: float = 0.0
+    keep_outputs: int | None = None
 
     @property
     def is_open(self) -> bool:

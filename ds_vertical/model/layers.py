@@ -38,6 +38,7 @@ _DEPTH_NAMES = (
     "encoder_layers",
     "decoder_layers",
 )
+BlockKind = tuple[type[nn.Module], int]  # a class, and the elements of its parameters
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Block:
 
     path: str
     module: nn.Module
+
+    @property
+    def kind(self) -> BlockKind:
+        """Blocks of one class and size are of one kind, whether they are partitioned or not."""
+        return _block_kind(self.module)
 
 
 @dataclass(frozen=True)
@@ -399,6 +405,17 @@ def refuse_batch_flags(batch: object) -> None:
     for name in ("output_router_logits", "output_hidden_states", "output_attentions", "use_cache"):
         if batch.get(name) is True:
             raise LayerError(f"batch[{name!r}]: got True; layer-major training cannot reproduce it; leave it out or pass False")
+
+
+def kind_names(blocks: Iterable[nn.Module]) -> list[str]:
+    """The kind of each block: its class and, where another size of that class comes first, its elements."""
+    first: dict[str, int] = {}
+    sizes = [(kind.__name__, size) for kind, size in map(_block_kind, blocks)]
+    return [name if first.setdefault(name, size) == size else f"{name} of {size} elements" for name, size in sizes]
+
+
+def _block_kind(block: nn.Module) -> BlockKind:
+    return type(block), sum(map(_numel, block.parameters()))
 
 
 def _numel(param: nn.Parameter) -> int:

@@ -194,8 +194,8 @@ class KeptStore:
         values = [value for value in boundary.kept(cell[0]) if _is_movable(value)]
         if not values:
             return None
-        if self._tiers[cell] is Tier.HOST and not self.gives_up:
-            _check_one_cell(self._policy, sum(value.num_bytes for value in values), self.swapper.host_tier.limit)
+        limit = None if self.gives_up else self.swapper.host_tier.limit
+        _check_one_cell(self._policy, sum(value.num_bytes for value in values), limit)  # to SSD it goes through host memory
         try:
             swapped = self.swapper.put([_bytes(value) for value in values], self._tiers[cell])
         except (MemoryBudgetError, StorageError) as error:

@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
 from ds_vertical.planner import linear_program, memory_budget
@@ -238,10 +238,8 @@ class Candidate:
 
 def fits(candidate: Candidate) -> bool:
     """Whether every tier has room for it."""
-    case, placement = candidate.case, candidate.shape.placement
-    return all(
-        limit is None or linear_program.tier_bytes(case, placement, tier) <= limit for tier, limit in case.limits.items()
-    )
+    taken = partial(linear_program.tier_bytes, candidate.case, candidate.shape.placement)
+    return all(limit is None or taken(tier) <= limit for tier, limit in candidate.case.limits.items())
 
 
 def in_pairs(candidate: Candidate) -> Candidate:
@@ -344,17 +342,18 @@ def _keeping(choice: Choice) -> str:
     if kept is None or not kept.point.num_bytes:
         return f'activations.keep "{choice.policy}"'
     shares = [f"{kept.share(tier):.0%} on {tier}" for tier in Tier if kept.share(tier)]
-    return f'activations.keep "{choice.policy}" ({", ".join(shares)})'
+    count = "" if kept.point.outputs is None else f"{kept.point.outputs} of each block's, "
+    return f'activations.keep "{choice.policy}" ({count}{", ".join(shares)})'
 
 
 # ---- ways to keep
 
 
-def solved_ways(case: LpProblem) -> Iterator[tuple[LpProblem, Solution]]:
-    """The case with nothing kept, and with each policy in each pair of tiers."""
-    for policy in POLICIES:
-        for tiers in _keep_tiers(case, policy):
-            given = replace(case, menu=case.menu and case.menu.only(policy), keep_tiers=tiers)
+def solved_ways(case: LpProblem, in_parts: bool = False) -> Iterator[tuple[LpProblem, Solution]]:
+    """The case with nothing kept, and with each policy in each pair of tiers; `in_parts`: with parts of the products, too."""
+    for name in (*POLICIES, *(case.menu.parts if case.menu and in_parts else ())):
+        for tiers in _keep_tiers(case, name):
+            given = replace(case, menu=case.menu and case.menu.only(name), keep_tiers=tiers)
             best = linear_program.solve(given)
             if len(given.kept) == 1 and best is not None and (not best.kept or best.kept[0][2] < 1):
                 whole = linear_program.solve(replace(given, fixed={**case.fixed, **dict.fromkeys(given.kept, 1.0)}))
@@ -389,10 +388,10 @@ def _divided(given: LpProblem, solution: Solution) -> Iterator[dict[Tier, float]
                 yield {first: number / count, others[0]: (total - number) / count}
 
 
-def _keep_tiers(case: LpProblem, policy: str) -> Iterator[tuple[Tier, ...]]:
-    """Where what a policy keeps may rest, in one tier or two; the device where it keeps no bytes."""
-    point = next((p for p in case.menu.points if p.name == policy), None) if case.menu else None
-    if policy == "none" or (point is not None and not point.num_bytes):
+def _keep_tiers(case: LpProblem, name: str) -> Iterator[tuple[Tier, ...]]:
+    """Where what a point of the menu keeps may rest, in one tier or two; the device where it keeps no bytes."""
+    point = next((p for p in case.menu.points if p.name == name), None) if case.menu else None
+    if name == "none" or (point is not None and not point.num_bytes):
         yield (Tier.DEVICE,)
     elif point is not None:
         here = [tier for tier in case.keep_tiers if not (tier is Tier.HOST and case.machine.one_memory)]

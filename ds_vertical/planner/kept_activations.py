@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_tiers import spread
 from ds_vertical.schedule.activations import LOOK_AHEAD
 from ds_vertical.schedule.events import MAX_SAVES, Cell
-from ds_vertical.types import BELOW, HOLDING, IN_FILES, ActivationPolicy, Tier, check_number, check_share, refuse
+from ds_vertical.types import BELOW, HOLDING, IN_FILES, ActivationPolicy, Tier, check_number, check_share, point_name, refuse
 
 ON_DEVICE: Final = LOOK_AHEAD + 2  # cells there at a time of those that move: one that is made or used, and those loaded ahead
 IN_TRANSIT: Final = MAX_SAVES + LOOK_AHEAD + 1  # cells in host buffers on their way to SSD, and back
@@ -49,11 +49,18 @@ class PolicyPoint:
 
     @property
     def name(self) -> str:
-        """Of the point: the policy, and the number of products where it is not all."""
-        return self.policy if self.outputs is None else f"{self.policy}_{self.outputs}"
+        """Of the point: see `types.point_name`."""
+        return point_name(self.policy, self.outputs)
 
 
 NOTHING: Final = PolicyPoint("none", 0.0, 0.0)
+
+
+def named_point(name: str, num_bytes: float, saved_s: float) -> PolicyPoint:
+    """The point of this name, as `PolicyPoint.name` has it."""
+    policy, _, outputs = name.partition("_")
+    assert policy in ("none", *BELOW)
+    return PolicyPoint(cast(ActivationPolicy, policy), num_bytes, saved_s, int(outputs) if outputs else None)
 
 
 @dataclass(frozen=True)
@@ -69,10 +76,15 @@ class KeepMenu:
         if self.points != concave(self.points):
             raise CostsError(f"the menu of {self.kind} is not concave: {self.points}; take `concave` of them")
 
-    def only(self, policy: ActivationPolicy) -> KeepMenu:
-        """The one point that the JSON's `activations.keep` asks for; none for "none" and for what others do better."""
-        point = self.point(policy)
-        return replace(self, points=() if point is None else (point,))
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the points that keep a part of the products, which a run can have and no key of the JSON asks for."""
+        return tuple(point.name for point in self.points if point.outputs is not None)
+
+    def only(self, name: str) -> KeepMenu:
+        """The one point of this name, such as the policy that the JSON's `activations.keep` asks for; none for "none" and for
+        what others do better."""
+        return replace(self, points=tuple(point for point in self.points if point.name == name))
 
     def times(self, count: int) -> KeepMenu:
         """The menu of a layer of so many such blocks."""

@@ -252,8 +252,8 @@ class CountedMenu:
 
     def menu(self, sequences: int, seconds: Seconds, flops_per_byte: float) -> KeepMenu:
         """Seconds and bytes of a micro-batch of so many sequences. A byte that is read or made counts as `flops_per_byte`
-        operations; each operation that is run again costs `REPLAY_S` besides. Where a policy of this kind has been timed, that
-        counts instead, and so in proportion of a part of its outputs."""
+        operations; each operation that is run again costs `REPLAY_S` besides. Where a point of this kind has been timed, that
+        counts instead, and so in proportion where all outputs of its policy have been, and not so many."""
         whole = (self.flops + flops_per_byte * self.moved_bytes) or 1.0
         timed = seconds.saved_shares.get(self.kind, {})
         counted = [(point, (point.flops + flops_per_byte * point.moved_bytes) / whole) for point in self.points]
@@ -264,7 +264,8 @@ class CountedMenu:
             if point.policy in timed:
                 part = share / full[point.policy] if full.get(point.policy) else 1.0
                 saved = part * timed[point.policy] * seconds.block_forward
-            points.append(PolicyPoint(point.policy, sequences * point.num_bytes, max(0.0, saved), point.outputs))
+            made = PolicyPoint(point.policy, sequences * point.num_bytes, max(0.0, saved), point.outputs)
+            points.append(replace(made, saved_s=timed[made.name] * seconds.block_forward) if made.name in timed else made)
         return KeepMenu(self.kind, self.num_blocks, thinned(concave(points)))
 
 
@@ -355,21 +356,20 @@ def _by_layer(blocks: tuple[int, ...], blocks_per_layer: int) -> tuple[int, ...]
 class Seconds:
     """Seconds that one micro-batch takes in the pieces of a model: in one block's forward and backward (without recompute), in
     the prefix, in the suffix (`head`, forward and backward together). `saved_shares`: by the class of a block, the share of its
-    forward that each activation policy saves in its backward, as far as that has been timed."""
+    forward that each point of a menu, by its name, saves in its backward, as far as that has been timed."""
 
     block_forward: float
     block_backward: float
     pre_forward: float
     pre_backward: float
     head: float
-    saved_shares: Mapping[str, Mapping[ActivationPolicy, float]] = field(default_factory=dict)
+    saved_shares: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def pieces(self) -> dict[str, float]:
         """The seconds by their names."""
-        return {
-            name: getattr(self, name) for name in ("block_forward", "block_backward", "pre_forward", "pre_backward", "head")
-        }
+        names = ("block_forward", "block_backward", "pre_forward", "pre_backward", "head")
+        return {name: getattr(self, name) for name in names}
 
     def times(self, factor: float) -> Seconds:
         """All of them so much longer."""

@@ -18,7 +18,7 @@ from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape, SufShape, state_read
 from ds_vertical.planner.network import Network, network_from_json, with_pairs
 from ds_vertical.schedule.events import DELAYED, Op, Schedule
-from ds_vertical.types import HOLDING, PRE, SHARE_NAMES, SUF, ActivationPolicy, Placement, TensorKind, Tier, Unit
+from ds_vertical.types import HOLDING, PRE, SHARE_NAMES, SUF, ActivationPolicy, Placement, TensorKind, Tier, Unit, point_name
 
 FILE_NAME = "account.jsonl"
 Share = Literal["delayed", "all"]
@@ -120,12 +120,19 @@ class RunInfo:
 @dataclass(frozen=True)
 class KeptRecord:
     """What the forwards of one step kept on this rank: by the policy in force, for `shares` of the cells (one layer of one
-    micro-batch each) by the tier asked for; and the cells and bytes that have really rested in each tier."""
+    micro-batch each) by the tier asked for; and the cells and bytes that have really rested in each tier. `outputs`: see
+    `PolicyPoint`."""
 
     policy: ActivationPolicy
     shares: tuple[tuple[Tier, float], ...]
     cells: tuple[tuple[Tier, int], ...] = ()
     num_bytes: tuple[tuple[Tier, int], ...] = ()
+    outputs: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the policy, see `types.point_name`."""
+        return point_name(self.policy, self.outputs)
 
     def share(self, layer_s: float, saved_s: float | None) -> KeptShare | None:
         """As the planner has it, with the bytes of the mean cell. `layer_s`: seconds of a layer's forward, `saved_s`: those
@@ -134,7 +141,7 @@ class KeptRecord:
         if self.policy in HOLDING and not (count and total):
             return None
         saved = saved_s if saved_s is not None else layer_s if self.policy == "everything" else 0.0
-        point = PolicyPoint(self.policy, total / count if self.policy in HOLDING else 0.0, saved)
+        point = PolicyPoint(self.policy, total / count if self.policy in HOLDING else 0.0, saved, self.outputs)
         shares = dict(self.shares)
         return KeptShare(point, *(shares.get(tier, 0.0) for tier in Tier))
 
@@ -142,20 +149,21 @@ class KeptRecord:
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """From what `to_json` has written."""
         tables = (tuple((Tier(tier), number) for tier, number in fields[name].items()) for name in _TABLES)
-        return cls(fields["policy"], *tables)
+        return cls(fields["policy"], *tables, outputs=fields.get("outputs"))
 
     def to_json(self) -> dict[str, object]:
         """As an account has it."""
         tables = zip(_TABLES, (self.shares, self.cells, self.num_bytes), strict=True)
         written: dict[str, object] = {name: {tier.value: number for tier, number in table} for name, table in tables}
-        return {"policy": self.policy} | written
+        return {"policy": self.policy} | written | ({} if self.outputs is None else {"outputs": self.outputs})
 
     def describe(self) -> str:
         """One phrase: the policy, and the cells and MB in each tier."""
         held = dict(self.num_bytes)
         rested = [f"{count} cells, {held.get(tier, 0) / 1e6:.1f} MB on {tier}" for tier, count in self.cells if count]
         where = "; ".join(rested) or ", ".join(f"{share:.0%} of the cells" for _, share in self.shares if share)
-        return f'"{self.policy}": {where or "no cell"}'
+        count = "" if self.outputs is None else f" ({self.outputs} of each block's)"
+        return f'"{self.policy}"{count}: {where or "no cell"}'
 
 
 _TABLES: Final = ("shares", "cells", "bytes")
@@ -186,7 +194,7 @@ class Account:
         fused = any(event.layer == last for event in step.schedule.fused)
         shape, kept = self.facts.shape(rates), None
         if step.kept is not None:
-            saved = rates.get(f"{step.kept.policy}_saved_s")
+            saved = rates.get(f"{step.kept.name}_saved_s")
             kept = step.kept.share(shape.forward_s, None if saved is None else self.facts.blocks_per_layer * saved)
         return replace(shape, recompute_last=not fused, kept=kept)
 

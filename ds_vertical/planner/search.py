@@ -193,10 +193,10 @@ def tune_timing(
 def tune_keeping(case: LpProblem, choice: Choice) -> tuple[Candidate, Candidate, Candidate | None]:
     """The best way to keep for a model whose sizes, timing and tiers are settled; and `choice` itself, which keeps nothing and
     is taken where nothing is better by more than a hundredth; and the best of those that keep otherwise than the first, None
-    where there is no other. `case`: with the menu."""
+    where there is no other. `case`: with the menu, of whose products a run may keep a part."""
     own = Candidate(choice, replace(case, menu=None), 0.0, ())
     found: list[Candidate] = []
-    for given, solution in solved_ways(settled(case, choice)):
+    for given, solution in solved_ways(settled(case, choice), in_parts=True):
         kept = solution.kept_share(given)
         made = kept_so(choice, given, solution, kept)
         found += [made] if kept is not None and fits(made) else []

@@ -10,7 +10,9 @@ Adam takes cores from the computation that everybody waits for).
 
 [Note: issuing] One thread walks the events in order, as the executor does, and holds at an event until what it depends on
 is complete. Steps of the optimizer are only handed to their pipeline. Where host and device are one memory the
-thread computes itself. RELEASE holds the thread until its unit's uses are complete, so the window bounds memory.
+thread computes itself. RELEASE holds the thread until its unit's uses are complete, so the window bounds memory. With window 0
+the thread of a single rank beside a device also waits, at a REDUCE, until the unit's gradients have left the device
+(`offload.grad_store.HeldGradients`, `leaves_beside`); the ranks of several wait there for the reduction before in any case.
 
 [Note: reading ahead] The state of a step is read from when the event starts that tells it (`events.coming_steps`), as far as
 slots are free; the rest of the step starts when its event does. With further slots (`ahead`) one event tells all steps behind
@@ -121,7 +123,9 @@ def simulate(
     if not settings.overlap:
         costs = tuple((tuple(stage for job in cost for stage in job),) if cost else () for cost in costs)
     needs = dependencies(schedule.events) if needs is None else needs
-    simulation = _Simulation(schedule.events, costs, machine, settings)
+    leaves_beside = schedule.window > 0 or machine.one_memory or shape.num_shards > 1
+    held_by = frozenset[Op]() if leaves_beside else frozenset((Op.REDUCE,))
+    simulation = _Simulation(schedule.events, costs, machine, settings, held_by)
     simulation.add_edges(_edges(schedule.events, needs, steps))
     simulation.limit_slots(slots + settings.ahead)
     if settings.overlap:
@@ -204,15 +208,21 @@ class _Task:
 
 
 class _Simulation:
-    """A simulation's state: time, queues, and what each event still waits for."""
+    """A simulation's state: time, queues, and what each event still waits for. `held_by`: the thread stands at such events
+    until all that they do is done, but for writes."""
 
-    def __init__(self, events: Sequence[Event], costs: Sequence[Cost], machine: Machine, settings: SimulationSettings) -> None:
+    def __init__(
+        self,
+        events: Sequence[Event],
+        costs: Sequence[Cost],
+        machine: Machine,
+        settings: SimulationSettings,
+        held_by: frozenset[Op],
+    ) -> None:
         steps = settings.steps
         self.events = tuple(events) * steps
-        first: dict[Unit | None, int] = {}
-        for index, event in enumerate(events):
-            if event.op is Op.FETCH and not event.ahead:
-                first.setdefault(event.layer, index)
+        fetches = [(event.layer, index) for index, event in enumerate(events) if event.op is Op.FETCH and not event.ahead]
+        first = dict(reversed(fetches))  # by unit
         self.delayed = [event.op is Op.STEP and (event.ahead or event.step_offset < 0) for event in events] * steps
         self.first_fetches = {step * len(events) + index for step in range(steps) for index in first.values()}
         self.machine = machine
@@ -221,6 +231,8 @@ class _Simulation:
         self.next = 0
         self.num_ended = 0
         self.computing: int | None = None
+        self.held_by = held_by
+        self.holding: int | None = None  # of these the last one that has been issued
         count = len(self.events)
         self.waits = [0] * count
         self.on_end: list[list[int]] = [[] for _ in range(count)]
@@ -306,8 +318,12 @@ class _Simulation:
                 return
             if not self.overlap and self.num_ended < index:
                 return
+            if self.holding is not None and self.values_left[self.holding]:
+                return
             self.next = index + 1
             self.issued_s[index] = self.now
+            if events[index].op in self.held_by:
+                self.holding = index
             if events[index].op in COMPUTE_OPS:
                 self.computing = index
             if not waits[index]:

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from ds_vertical.config.section import load_section
 from ds_vertical.engine import memory_check
 from ds_vertical.engine.keeping import keeping
 from ds_vertical.engine.keeping import planner as keep_planner
+from ds_vertical.engine.keeping.device_full import DeviceFull, KeptHere
 from ds_vertical.engine.keeping.measured import agreed
 from ds_vertical.engine.keeping.planner import KeepChoice, KeepPlanner
 from ds_vertical.engine.memory_check import Forecast, groups_of
@@ -30,7 +32,7 @@ from ds_vertical.errors import StorageError
 from ds_vertical.model.layers import map_layers
 from ds_vertical.planner.candidate import Candidate
 from ds_vertical.planner.search import tune_keeping
-from ds_vertical.types import Tier
+from ds_vertical.types import ActivationSettings, Tier
 
 # ---- the choice
 
@@ -203,6 +205,40 @@ def test_a_plan_from_the_limits_keeps_from_the_second_step_with_stocks_bits(
     assert records[0] is None and all(dict(each.cells)[tier] > 0 for each in records[1:])
     told = capfd.readouterr().out
     assert "(null: planned from the limits of 2026-11-22 and the first step: " in told and "less time a step than" in told
+
+
+PARTS = {"free": (0.0, 0.01), "products_1": (1e6, 0.025), "products": (2e6, 0.03), "everything": (6e6, 0.04)}
+
+
+def test_a_part_of_the_products_is_kept_where_memory_has_no_room_for_all(tmp_path: Path) -> None:
+    """For all twelve cells; eight could keep all products. With more room nothing is left out."""
+    few = {Tier.DEVICE: 1.8e6 + 16e6 / 0.8, Tier.HOST: 1.8e6 + 16e6 / 0.8, Tier.SSD: 1e6}
+    choice = planner(tmp_path, report()).choose(step(menu=PARTS, room=few))
+    assert kept(choice)[:2] == ("products", Tier.DEVICE) and choice.settings.keep_outputs == 1
+    assert keeping.describe_keeping(choice.settings).startswith('activations.keep = "products", 1 of each block\'s products, ')
+    assert planner(tmp_path, report()).choose(step(menu=PARTS)).settings.keep_outputs is None
+
+
+def test_where_a_part_of_the_products_fills_a_device_no_share_of_all_is_advised() -> None:
+    """Which take more, and no key asks for the part."""
+    parts: Any = SimpleNamespace(keeping=SimpleNamespace(is_chosen=True, room=lambda: dict.fromkeys(Tier)))
+
+    def advised(outputs: int | None) -> list[str]:
+        settings = ActivationSettings(None, 0.0, 0.0, "products", Tier.DEVICE, keep_outputs=outputs)
+        return list(DeviceFull(parts)._remedies(KeptHere(settings, (4, 4_000_000), 1_000_000, 5, 4), 10_000_000))
+
+    assert len(advised(None)) > 1 and advised(1) == ['"keep": "none"']
+
+
+def test_a_run_that_keeps_a_part_of_the_products_has_stocks_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "limits.json").write_text(json.dumps(report()))
+    monkeypatch.setenv("DS_VERTICAL_LIMITS", str(tmp_path / "limits.json"))
+    monkeypatch.setattr(keeping, "measured_step", lambda *_: step(menu={"products_1": (1e5, 0.03)}))
+    batches, records = token_batches(3, 3, rows=1, shortest=5), list[Any]()
+    plain = run_arm(config(tmp_path, "nvme", count=3), MIXER, batches, vertical=False)
+    made = config(tmp_path, "nvme", count=3)
+    assert_identical(plain, run_arm(made, MIXER, batches, vertical=True, between=lambda engine, _: records.append(engine.kept)))
+    assert records[0] is None and all((each.policy, each.outputs) == ("products", 1) for each in records[1:])
 
 
 @pytest.mark.slow

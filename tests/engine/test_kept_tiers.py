@@ -12,6 +12,7 @@ import pytest
 import torch
 from harness import TwoMemories, assert_identical, contents, differing, read_weights, run_arm, running, two_memories
 from keep_choices import MIXER, ROOM, config, kept, planner, report, step
+from kept_toys import Block, Chained, model_of
 from models import token_batches
 
 from ds_vertical.distributed.elastic import ElasticCounts
@@ -155,7 +156,7 @@ def test_while_the_tier_is_open_the_start_says_so(tmp_path: Path) -> None:
 def test_a_written_policy_is_measured_as_the_blocks_will_keep_it() -> None:
     """Also where others save more for their bytes, or it saves nothing; a class that lacks it has the next lower one."""
     layers = map_layers(MIXER(), None)
-    kind = type(layers.blocks[0].module)
+    kind = layers.blocks[0].kind
 
     def menu(policy: ActivationPolicy | None, *points: KeptPoint) -> Any:
         probe = Probe(found={kind: BlockTimes(0.05, 0.1, 1000, points)})
@@ -166,6 +167,18 @@ def test_a_written_policy_is_measured_as_the_blocks_will_keep_it() -> None:
     assert [point.policy for point in menu("products", free, products).points] == ["products"]
     assert menu(None, free, products).menu == {"free": (0.0, 0.03), "products": (0.0, 0.0)}
     assert menu("everything", free).menu == {} == menu("products").menu
+    part = KeptPoint("products", 1_000_000, 0.02, 1)
+    assert menu("products", products, part).menu == {"products": (2_000_000, 1e-9)}  # all of them, as it is written
+
+
+def test_of_two_kinds_of_blocks_a_part_of_the_products_is_all_of_them_where_there_are_no_more() -> None:
+    layers = map_layers(model_of(Block, Chained, Chained), ["blocks"])
+    first, second, _ = (block.kind for block in layers.blocks)
+    whole, part = KeptPoint("products", 4_000_000, 0.04), KeptPoint("products", 1_000_000, 0.03, 1)
+    times = {first: BlockTimes(0.05, 0.1, 1000, (KeptPoint("products", 2_000_000, 0.02),))}
+    probe = Probe(found={**times, second: BlockTimes(0.05, 0.1, 1000, (whole, part))})
+    menu = measured_step(probe, None, layers, ROOM).menu
+    assert menu == {"products": (3e6, pytest.approx(0.03)), "products_1": (1.5e6, pytest.approx(0.025))}
 
 
 # ---- in an engine

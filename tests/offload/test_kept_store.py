@@ -76,8 +76,9 @@ def test_what_is_advised_where_memory_is_full_changes_something() -> None:
     assert '"device": "ssd"' in moved_remedy(may_advise_ssd=True) and '"ssd"' not in moved_remedy()
 
 
-def test_host_memory_without_room_for_one_cell_is_told_so(tmp_path: Path) -> None:
-    """With fewer micro-batches there is none, either."""
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.SSD])
+def test_host_memory_without_room_for_one_cell_is_told_so(tmp_path: Path, tier: Tier) -> None:
+    """With fewer micro-batches there is none, either. What rests on SSD passes through host memory."""
     values, _, _ = settled()
     boundary: Any = SimpleNamespace(kept=lambda layer: values)
     told = (
@@ -86,7 +87,7 @@ def test_host_memory_without_room_for_one_cell_is_told_so(tmp_path: Path) -> Non
     with on_ssd(tmp_path) as store:
         assert store.swapper is not None
         store.swapper.host_tier.limit = 8192
-        store.open_step({CELL: Tier.HOST})
+        store.open_step({CELL: tier})
         with pytest.raises(MemoryBudgetError, match=told):
             store.save(CELL, boundary)
         assert store.num_bytes["host"] == store.num_bytes["ssd"] == 0 and all(value.in_memory for value in values)

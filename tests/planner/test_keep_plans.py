@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_vertical.cli.plan import command
+from ds_vertical.cli.plan import command, pieces
 from ds_vertical.config.section import load_section
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import search
@@ -170,6 +170,20 @@ def test_timed_seconds_count_in_the_place_of_counted_ones() -> None:
     full = menu.points[1]
     assert half.saved_s == pytest.approx(0.036 * part.flops / (full.flops + 20.0 * full.moved_bytes))
     assert seconds.times(2).saved_shares == seconds.saved_shares and seconds.times(2).block_forward == 0.08
+    own = menu.menu(1, replace(seconds, saved_shares={menu.kind: {"products": 0.9, "products_1": 0.5}}), 20.0)
+    assert [p.saved_s for p in own.points if p.outputs == 1] == [pytest.approx(0.02)]  # timed by itself
+
+
+def test_the_mean_block_is_of_all_kinds_that_were_timed() -> None:
+    kinds = {
+        "Dense": {"layer_forward_s": 0.01, "layer_backward_s": 0.02, "free_saved_s": 0.003},
+        "Sparse": {"layer_forward_s": 0.03, "layer_backward_s": 0.1, "products_2_saved_s": 0.006},
+    }
+    around = {"pre_forward_s": 0.001, "pre_backward_s": 0.002, "head_s": 0.004}
+    found = pieces._seconds(around, kinds, {"Dense": 3, "Sparse": 1})
+    assert (found.block_forward, found.block_backward) == (pytest.approx(0.015), pytest.approx(0.04))
+    assert found.saved_shares == {"Dense": {"free": pytest.approx(0.2)}, "Sparse": {"products_2": pytest.approx(0.4)}}
+    assert (found.pre_forward, found.pre_backward, found.head) == (0.001, 0.002, 0.004)
 
 
 @pytest.mark.slow

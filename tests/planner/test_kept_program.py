@@ -11,6 +11,7 @@ import pytest
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import linear_program, memory_budget
+from ds_vertical.planner.candidate import solved_ways
 from ds_vertical.planner.kept_activations import (
     IN_TRANSIT,
     KeepMenu,
@@ -91,6 +92,30 @@ def test_no_mixture_of_policies_and_tiers_is_better(read: float, host: float, on
     assert found.seconds <= 1.002 * least
     plain = linear_program.solve(replace(given, menu=None))
     assert plain is not None and found.seconds <= plain.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("room", [1e9, 4.2e9, 9e9, 4e10])  # of memory, for forty cells
+@pytest.mark.parametrize("tiers", [(Tier.DEVICE,), tuple(Tier)])
+def test_a_run_finds_the_best_of_its_menu_parts_of_the_products_included(room: float, tiers: tuple[Tier, ...]) -> None:
+    """By the program, which has one point at a time: against all shares of each point in each pair of tiers, in steps."""
+    part = PolicyPoint("products", 1e8, 0.03, 1)
+    menu = replace(MENU, points=(FREE, part, PRODUCTS, EVERYTHING))
+    fixed = dict.fromkeys(("activations_on_host", "activations_on_ssd", "parameters_in_host", "gradients_on_ssd"), 0.0)
+    machine = Machine(2e10, 1e10, 1e9, 16, True, None, None)
+    open_case = replace(case(machine, (None, 1e12, 1e12), menu), fixed=fixed, keep_tiers=tiers)
+    taken = linear_program.tier_bytes(open_case, open_case.shape.placement, Tier.HOST)
+    given = replace(open_case, limits={**open_case.limits, Tier.HOST: taken + room})
+    found = min((solution for _, solution in solved_ways(given, in_parts=True)), key=lambda each: each.seconds)
+    least = np.inf
+    for name, own_tiers in itertools.product(("free", "products_1", "products", "everything"), {(Tier.DEVICE,), tiers}):
+        own = replace(given, menu=menu.only(name), keep_tiers=own_tiers)
+        grid = np.array([each for each in itertools.product(np.linspace(0, 1, 41), repeat=len(own.kept)) if sum(each) <= 1])
+        least = min(least, seconds_at(own, list(own.kept), grid).min())
+    assert 0.97 * least <= found.seconds <= 1.002 * least
+    without = min(solution.seconds for _, solution in solved_ways(given))
+    if room == 4.2e9 and tiers == (Tier.DEVICE,):  # of the part for all cells, of all products for half of them
+        assert found.kept[0][0] is part and found.seconds < 0.995 * without
+    assert found.seconds <= without
 
 
 @pytest.mark.parametrize("tiers", [(Tier.SSD,), (Tier.HOST, Tier.SSD)])

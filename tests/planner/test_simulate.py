@@ -109,6 +109,19 @@ def test_two_fetches_ahead_hide_the_ssd_behind_computation() -> None:
     assert ahead == pytest.approx(0.25 + 2.5 + 6 * 2.6 + 1.0)
 
 
+def _starts(timeline: SimulatedRun, event: str) -> float:
+    return next(span.start_s for span in timeline.spans if str(span.event) == event)
+
+
+@pytest.mark.parametrize(("ranks", "window", "beside"), [(1, 0, False), (1, 1, True), (2, 0, True)])
+def test_where_no_layer_is_fetched_ahead_one_rank_waits_for_gradients_that_leave(ranks: int, window: int, beside: bool) -> None:
+    """As `OutgoingStream` does; of several ranks the copy stands behind a collective, for which no thread waits."""
+    shape = replace(SHAPE, layer_elements=(1000, 1000), num_shards=ranks, placement=IN_MEMORY)
+    schedule = build_training(TrainingStep(2, 1, window=window, reduces_beside=ranks > 1))
+    timeline = simulate(schedule, replace(MACHINE, copy_in_bytes_per_s=1e9), shape)
+    assert (_starts(timeline, "0B0") < ends(timeline)["1REDUCE"]) == beside
+
+
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 28.0), (0.75, 32.0), (0.5, 40.0)])
 def test_reads_and_writes_slow_each_other_down_as_measured(factor: float, expected: float) -> None:
     machine = replace(MACHINE, ssd_read_together_bytes_per_s=1000 * factor, ssd_write_together_bytes_per_s=500 * factor)

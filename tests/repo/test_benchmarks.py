@@ -370,6 +370,8 @@ def test_what_is_kept_is_held_against_none_within_the_turns_and_against_what_is_
     assert cells in table
     chosen = {"plan": {"keep": "products", "keep_device": "device", "keep_share": 0.5}}
     assert "| plan | products, 50% on device | 12.30 |" in report.kept_table([content | {"chosen": chosen}])
+    part = {"plan": {**chosen["plan"], "keep_outputs": 2}}
+    assert "| plan | products (2 a block), 50% on device | 12.30 |" in report.kept_table([content | {"chosen": part}])
 
 
 def test_what_a_run_with_the_default_has_chosen_is_read_from_its_log() -> None:
@@ -383,6 +385,9 @@ def test_what_a_run_with_the_default_has_chosen_is_read_from_its_log() -> None:
         "keep_host_share": 0.25,
     }
     assert found["reason"] == "planned (so), 5% less"
+    told = describe_keeping(ActivationSettings(None, 0.0, 0.0, "products", Tier.SSD, 1.0, 0.0, 2))
+    part = {"keep": "products", "keep_device": "ssd", "keep_share": 1.0, "keep_outputs": 2}
+    assert kept.chosen_in(f"vertical_schedule.{told} (null: why)")["activations"] == part
     for policy, keys in (("none", {"keep": "none"}), ("free", {"keep": "free", "keep_share": 1.0})):
         told = describe_keeping(ActivationSettings(None, 0.0, 0.0, policy))
         assert kept.chosen_in(f"vertical_schedule.{told} (null: why)")["activations"] == keys

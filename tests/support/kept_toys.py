@@ -46,6 +46,14 @@ def model_of(*kinds: Callable[[], nn.Module]) -> ToyModel:
     return model
 
 
+class Chained(Block):
+    """Three products whose results a gradient reads. An element of the second sums over twice as many as one of the others."""
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        narrow = torch.tanh(nn.functional.linear(torch.tanh(self.up(hidden)), self.down.weight))
+        return torch.tanh(self.up(narrow))
+
+
 class Overwritten(MemoryParams):
     """The memory of a layer's parameters is another layer's once it is released: what reads it reads NaN."""
 
@@ -58,9 +66,9 @@ class Overwritten(MemoryParams):
 class KeptTraining:
     """Steps of a toy whose forwards keep by a policy. `lines`: for the log; `kinds`: of its calls."""
 
-    def __init__(self, model: ToyModel, policy: ActivationPolicy) -> None:
+    def __init__(self, model: ToyModel, policy: ActivationPolicy, outputs: int | None = None) -> None:
         self.lines: list[str] = []
-        self.kinds = KeptKinds(policy, self.lines.append)
+        self.kinds = KeptKinds(policy, self.lines.append, outputs)
         self._training = training = ToyTraining(model)
         params, home = Overwritten(training.layers), training.params.home
         params.home = home
@@ -84,12 +92,14 @@ def bodies_of(model: ToyModel, through: Callable[[torch.Tensor], torch.Tensor] =
     return [lambda each=each: through(model(each)) for each in toy_inputs(COUNT)]
 
 
-def compare(make: Callable[[], ToyModel], policy: ActivationPolicy, num_steps: int = NUM_STEPS) -> tuple[KeptTraining, Any]:
+def compare(
+    make: Callable[[], ToyModel], policy: ActivationPolicy, num_steps: int = NUM_STEPS, outputs: int | None = None
+) -> tuple[KeptTraining, Any]:
     """Compare the bits of some steps, all from the same weights, with those of plain autograd. Returns the training, and both
     models."""
     plain, model = make(), make()
     before = [param.detach().clone() for param in plain.parameters()]
-    training = KeptTraining(model, policy)
+    training = KeptTraining(model, policy, outputs)
     for seed in range(0, 100 * num_steps, 100):
         losses, grads = plain_step(plain, bodies_of(plain), seed)
         for param, value in zip(plain.parameters(), before, strict=True):

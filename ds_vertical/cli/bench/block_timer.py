@@ -3,15 +3,15 @@
 The timer runs the pieces as the schedule does: forwards with a graph, as in training; the backward of one layer from the
 gradient of its output, and then each parameter's gradient into an fp32 sum. It calls a piece several times in a row, as the
 micro-batches of a layer do, so that the caches hold as much of the weights as in training. The model has two layers, with
-weights of any value. The process keeps the memory that it frees, as in training.
+weights of any value, or as many as have a block of each kind. The process keeps the memory that it frees, as in training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
@@ -19,21 +19,23 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ds_vertical.io import streams
-from ds_vertical.io.host import keep_freed_memory
+from ds_vertical.io.host import available_bytes, keep_freed_memory
 from ds_vertical.model.block_call import BlockGraph
 from ds_vertical.model.compiled_blocks import is_compiled
 from ds_vertical.model.hf import build_model, read_fields
 from ds_vertical.model.kept.probe import Probe
-from ds_vertical.model.layers import LayerMap, map_layers
+from ds_vertical.model.layers import LayerMap, kind_names, map_layers
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts, SumPlace
 from ds_vertical.types import HOLDING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+_LAYERS = 2, 4, 8  # of a model; the least that has layers to be found, and more where these have not all kinds of blocks
 _CALLS = 4  # of a layer in a row, of which the first two are left out: gradients are summed in pairs
 _LEAST_S = 3.0  # of measuring a piece: on a shared machine a burst of others' work is shorter than half of it
 _MOST_ROUNDS = 100
@@ -53,35 +55,57 @@ class BlockBatch:
 
 @dataclass
 class _Capture:
-    """What the first layer is called with, and what the last one returns."""
+    """What the first block of each kind is called with, by its number, and what the last layer returns."""
 
-    args: tuple[object, ...] = ()
-    kwargs: dict[str, object] | None = None
+    calls: dict[int, tuple[tuple[object, ...], dict[str, object]]] = field(default_factory=dict)
     prefix_end: float = 0.0
     suffix_start: float = 0.0
     entered: torch.Tensor | None = None  # the first layer's input, at the end of the prefix's graph
     left: torch.Tensor | None = None  # the last layer's output, cut off from the graph behind it
 
 
-def _shorten(config: PreTrainedConfig) -> None:
-    config.num_hidden_layers, config.use_cache = 2, False  # the least that has layers to be found
+def _shorten(count: int, config: PreTrainedConfig) -> None:
+    config.num_hidden_layers, config.use_cache = min(count, max(_LAYERS[0], config.num_hidden_layers)), False
+
+
+def _layers_with(kinds: Collection[str], model: Path, itemsize: int, device: str) -> int:
+    """Of `_LAYERS` the least number with blocks of all these kinds; the first where none has them, or memory has no room for
+    twice as many parameters."""
+    if len(kinds) < 2:
+        return _LAYERS[0]
+    room = available_bytes() if device == "cpu" else streams.module_of(torch.device(device)).mem_get_info()[0]
+    for count in _LAYERS:
+        with FakeTensorMode():
+            network = build_model(str(model), read_fields(model), partial(_shorten, count))
+        if 2 * itemsize * sum(param.numel() for param in network.parameters()) > room:
+            break
+        if set(kinds) <= set(kind_names(block.module for block in map_layers(network, None).blocks)):
+            return count
+    return _LAYERS[0]
 
 
 class BlockTimer:
     """Times the pieces of `model` (a file with a Hugging Face configuration) on `device`.
 
     `zero_linear`: ZeRO-3's linear replaces torch's. This process keeps that linear, and the memory that it frees, from now on.
+    `kinds`: the names of the blocks' kinds (`kind_names`) that are timed besides the first; `firsts`: the number of the first
+    block of each that there is.
     """
 
-    def __init__(self, model: Path, batch: BlockBatch, device: str, zero_linear: bool = False) -> None:
+    def __init__(
+        self, model: Path, batch: BlockBatch, device: str, zero_linear: bool = False, kinds: Collection[str] = ()
+    ) -> None:
         keep_freed_memory(_KEPT_BYTES)
         if zero_linear:
             from ds_vertical.compat.zero_params import zero3_linear_wrap
 
             nn.functional.linear = zero3_linear_wrap  # as zero.Init does
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[batch.dtype]
-        self.network: nn.Module = build_model(str(model), read_fields(model), _shorten).to(device=device, dtype=dtype)
+        shorten = partial(_shorten, _layers_with(kinds, model, dtype.itemsize, device))
+        self.network: nn.Module = build_model(str(model), read_fields(model), shorten).to(device=device, dtype=dtype)
         self.layers: LayerMap = map_layers(self.network, None)
+        names = kind_names(block.module for block in self.layers.blocks)
+        self.firsts = {name: names.index(name) for name in (names[0], *kinds) if name in names}
         self.ids = torch.zeros(batch.sequences, batch.tokens // batch.sequences, dtype=torch.long, device=device)
         facts = ParamFacts(nn.Parameter.numel, lambda param: param.dtype)
         self.on_host = device == "cpu"
@@ -102,17 +126,23 @@ class BlockTimer:
         the host: what `block_s` would return for the time in which the layer was timed. `launch_s`, elsewhere: see the method
         of this name. `free_saved_s`, `products_saved_s`,
         `everything_saved_s`: of the layer's forward, what each activation policy saves in its backward; `products_kept_bytes`,
-        `everything_kept_bytes`: what it keeps. A policy that the layer cannot have is left out.
+        `everything_kept_bytes`: what it keeps. A policy that the layer cannot have is left out. `products_2_saved_s`, ...: of
+        parts of the products, see `types.point_name`.
         """
-        passes = list(self._passes(rounds, _LEAST_S))
-        forward, backward = (fmean(column) for column in zip(*passes, strict=True))
-        layer = {"layer_forward_s": forward, "layer_backward_s": backward}
-        layer |= {"gauge_s": forward + backward} if self.on_host else {"launch_s": self.launch_s()}
+        layer = self.rates_of(0, rounds)
+        gauge_s = layer["layer_forward_s"] + layer["layer_backward_s"]
+        layer |= {"gauge_s": gauge_s} if self.on_host else {"launch_s": self.launch_s()}
         pre, head, embed = zip(*(self._outside() for _ in _rounds(max(3, rounds), _LEAST_S)), strict=True)
         assert self.once.entered is not None
         size = float(self.once.entered.numel() * self.once.entered.element_size())
         outside = {"pre_forward_s": median(pre), "pre_backward_s": median(embed), "head_s": median(head)}
-        return layer | outside | {"activation_bytes": size} | self._kept(forward)
+        return layer | outside | {"activation_bytes": size}
+
+    def rates_of(self, number: int, rounds: int) -> dict[str, float]:
+        """Of `rates` those of the block of this number."""
+        passes = list(self._passes(rounds, _LEAST_S, number=number))
+        forward, backward = (fmean(column) for column in zip(*passes, strict=True))
+        return {"layer_forward_s": forward, "layer_backward_s": backward} | self._kept(forward, number)
 
     def launch_s(self, calls: int = 20) -> float:
         """Seconds in which the host issues a layer's forward, without a graph, to a device that computes meanwhile; the median
@@ -127,15 +157,10 @@ class BlockTimer:
             found.append(perf_counter() - start)
         return median(found)
 
-    @property
-    def kind(self) -> str:
-        """The class of the layer that is timed."""
-        return type(self.layers.blocks[0].module).__name__
-
-    def _kept(self, forward_s: float) -> dict[str, float]:
-        """What activation policies save and keep, see `rates`, where a forward takes `forward_s` in the mean."""
-        block, probe = self.layers.blocks[0], Probe(self.synchronize)
-        args, kwargs = self._inputs()
+    def _kept(self, forward_s: float, number: int) -> dict[str, float]:
+        """What activation policies save and keep, see `rates`, where a block's forward takes `forward_s` in the mean."""
+        block, probe = self.layers.blocks[number], Probe(self.synchronize)
+        args, kwargs = self._inputs(number)
 
         @contextmanager
         def again(within: AbstractContextManager[object]) -> Iterator[BlockGraph]:
@@ -144,15 +169,15 @@ class BlockTimer:
             yield graph  # who held the block's output here would make it a value that is needed, see `recording`
 
         probe.backward(block, is_compiled(block.module), [*args, *kwargs.values()], again, lambda _: {})
-        found = probe.found[type(block.module)]
+        found = probe.found[block.kind]
         scale = forward_s / found.forward_s  # the probe takes the least times
-        rates = {f"{point.policy}_saved_s": scale * point.saved_s for point in found.points}
-        return rates | {f"{p.policy}_kept_bytes": float(p.num_bytes) for p in found.points if p.policy in HOLDING}
+        rates = {f"{point.name}_saved_s": scale * point.saved_s for point in found.points}
+        return rates | {f"{p.name}_kept_bytes": float(p.num_bytes) for p in found.points if p.policy in HOLDING}
 
-    def _inputs(self) -> tuple[tuple[object, ...], dict[str, object]]:
-        """What the layer is called with, as in its backward."""
-        seen = self.once
-        return _leaves(seen.args), dict(zip(seen.kwargs or {}, _leaves((seen.kwargs or {}).values()), strict=True))
+    def _inputs(self, number: int = 0) -> tuple[tuple[object, ...], dict[str, object]]:
+        """What a block is called with, as in its backward."""
+        args, kwargs = self.once.calls[number]
+        return _leaves(args), dict(zip(kwargs, _leaves(kwargs.values()), strict=True))
 
     def block_s(self, least_s: float) -> float:
         """Seconds of a block's forward and backward, the mean over `least_s` or more."""
@@ -162,10 +187,12 @@ class BlockTimer:
         """The whole forward, with the graph cut before the suffix."""
         seen = _Capture()
 
-        def before(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-            self.synchronize()
-            seen.prefix_end, seen.args, seen.kwargs = perf_counter(), args, kwargs
-            seen.entered = next(value for value in (*args, *kwargs.values()) if _differentiable(value))
+        def before(number: int, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            seen.calls[number] = args, kwargs
+            if number == 0:
+                self.synchronize()
+                seen.prefix_end = perf_counter()
+                seen.entered = next(value for value in (*args, *kwargs.values()) if _differentiable(value))
 
         def after(_: nn.Module, args: object, output: Output) -> Output:
             tensor = output[0] if isinstance(output, tuple) else output
@@ -174,8 +201,10 @@ class BlockTimer:
             seen.suffix_start = perf_counter()
             return (seen.left, *output[1:]) if isinstance(output, tuple) else seen.left
 
-        first, last = self.layers.blocks[0].module, self.layers.blocks[-1].module
-        hooks = [first.register_forward_pre_hook(before, with_kwargs=True), last.register_forward_hook(after)]
+        blocks = self.layers.blocks
+        hooks = [blocks[-1].module.register_forward_hook(after)]
+        for number in self.firsts.values():
+            hooks.append(blocks[number].module.register_forward_pre_hook(partial(before, number), with_kwargs=True))
         try:
             self.loss = self.network(input_ids=self.ids, labels=self.ids).loss
         finally:
@@ -200,10 +229,10 @@ class BlockTimer:
             backward_s = perf_counter() - end
         return seen.prefix_end - start, end - seen.suffix_start, backward_s
 
-    def _passes(self, rounds: int, least_s: float, most: int = _MOST_ROUNDS) -> Iterator[tuple[float, float]]:
+    def _passes(self, rounds: int, least_s: float, most: int = _MOST_ROUNDS, number: int = 0) -> Iterator[tuple[float, float]]:
         """Seconds of a block's forward, and of its backward with the sum of its gradients, again and again."""
-        block, unit = self.layers.blocks[0].module, 0
-        args, kwargs = self._inputs()
+        block, unit = self.layers.blocks[number].module, number
+        args, kwargs = self._inputs(number)
         for _ in _rounds(rounds, least_s, most):
             for call in range(_CALLS):
                 start = perf_counter()

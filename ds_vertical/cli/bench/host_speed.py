@@ -43,14 +43,16 @@ class Conditions:
     def during(self, steps: Sequence[ExecutedStep], index: int) -> tuple[Machine, dict[str, float]]:
         """The machine and the rates during a step of the run."""
         factor = self.slowdown(steps, index)
-        slowed = {key: value * factor if key in _HOST_SECONDS else value for key, value in self.rates.items()}
+        slowed = {key: value * factor if _is_of_host(key) else value for key, value in self.rates.items()}
         return self.machine.slowed(factor), slowed
 
 
-_HOST_SECONDS = (
-    *("layer_forward_s", "layer_backward_s", "pre_forward_s", "pre_backward_s", "head_s"),
-    *("free_saved_s", "products_saved_s", "everything_saved_s"),
-)
+_HOST_SECONDS = ("layer_forward_s", "layer_backward_s", "pre_forward_s", "pre_backward_s", "head_s")
+
+
+def _is_of_host(key: str) -> bool:
+    """Whether a rate is seconds of the host's computation."""
+    return key in _HOST_SECONDS or key.endswith("_saved_s")
 
 
 def _means(every: Sequence[JsonObject]) -> JsonObject:

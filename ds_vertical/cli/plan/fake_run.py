@@ -6,7 +6,6 @@ values of tensors, which they do not do with fake ones.)
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from ds_vertical.cli.plan.block_ops import BlockRecord
 from ds_vertical.engine.budget.kernel_copies import are_made_by_products
 from ds_vertical.errors import ConfigError, LayerError
 from ds_vertical.model.hf import build_model, refused
-from ds_vertical.model.layers import LayerMap, map_layers
+from ds_vertical.model.layers import LayerMap, kind_names, map_layers
 from ds_vertical.planner.model_shape import CountedMenu, ModelSpec, SufShape
 from ds_vertical.types import SUF
 
@@ -254,8 +253,8 @@ def _run(
     meter = _Meter(weights=frozenset(param.untyped_storage()._cdata for param in model.parameters()))
     counter, costs = FlopCounterMode(display=False), _Likeness(meter, blocks)
     marks: list[_Mark] = []
-    kinds, resting = Counter(map(_kind, blocks)), set[int]()
-    menus: dict[_Kind, CountedMenu] = {}
+    names, resting = kind_names(blocks), set[int]()
+    kind_of, menus = dict(zip(map(id, blocks), names, strict=True)), dict[str, CountedMenu]()
 
     def mark(value: object = None) -> _Mark:
         tensor = value[0] if isinstance(value, tuple) and value else value
@@ -264,7 +263,7 @@ def _run(
 
     def entered(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         marks.append(mark(args))
-        if _kind(block) not in menus:
+        if kind_of[id(block)] not in menus:
             meter.record = BlockRecord()
             resting.update(_storages((args, kwargs)))
             meter.record.__enter__()
@@ -272,8 +271,8 @@ def _run(
     def left(block: nn.Module, args: tuple[object, ...], output: object) -> None:
         if meter.record is not None:
             meter.record.__exit__(None, None, None)
-            kind, meter.record, record = _kind(block), None, meter.record
-            menus[kind] = record.menu(kind[0], kinds[kind], meter.weights | resting)
+            kind, meter.record, record = kind_of[id(block)], None, meter.record
+            menus[kind] = record.menu(kind, names.count(kind), meter.weights | resting)
         marks.append(mark(output))
         costs.note(block, marks[-2], marks[-1], output)
 

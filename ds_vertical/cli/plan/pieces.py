@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
@@ -22,18 +22,19 @@ from ds_vertical.cli.bench.machine_info import accelerator
 from ds_vertical.cli.common import JsonObject
 from ds_vertical.errors import ConfigError
 from ds_vertical.planner.model_shape import ModelSpec, Seconds
-from ds_vertical.types import ActivationPolicy
 
 _ROUNDS: Final = 3
 _MARK: Final = "ds_vertical pieces: "  # ahead of what a process says: libraries write to its output, too
 _READY: Final = "ready"
-_POLICIES: Final[tuple[ActivationPolicy, ...]] = ("free", "products", "everything")
+_SAVED: Final = "_saved_s"  # behind a point's name
 
 
 def time_pieces(spec: ModelSpec, fields: JsonObject, size: int, num_ranks: int = 1) -> Seconds:
     """Seconds for a micro-batch of `size` sequences on each of `num_ranks` ranks, which share the cores where they compute on
     these; see [Note: ranks side by side]. Raises ConfigError where a block cannot be timed."""
+    counts = {menu.kind: menu.num_blocks for menu in spec.menus}
     order = {"fields": fields, "tokens": size * spec.sequence_length, "sequences": size, "dtype": spec.dtype}
+    order["kinds"] = list(counts)
     cores = len(os.sched_getaffinity(0))
     count = min(num_ranks, 2 * cores) if accelerator() == "cpu" else 1
     try:
@@ -42,9 +43,8 @@ def time_pieces(spec: ModelSpec, fields: JsonObject, size: int, num_ranks: int =
         advice = "write a smaller --micro-batch-size or --sequence-length, or name a machine with --machine"
         what = f"a block of {spec.name} with micro-batches of {size} cannot be timed here"
         raise ConfigError(f"{what} ({str(error).splitlines()[0]}); {advice}") from error
-    rates = [each["rates"] for each in found]
-    known = [key for key in rates[0] if all(key in each for each in rates)]
-    seconds = _seconds({key: fmean(each[key] for each in rates) for key in known}, found[0]["kind"])
+    means = {kind: _means([each["kinds"][kind] for each in found]) for kind in found[0]["kinds"]}
+    seconds = _seconds(_means([each["rates"] for each in found]), means, counts)
     return seconds if count == 1 else seconds.times(num_ranks / count)
 
 
@@ -56,20 +56,37 @@ def _timed(order: JsonObject, told: IO[str] | None = None) -> JsonObject:
         model = Path(folder, "config.json")
         model.write_text(json.dumps(order["fields"]))
         batch = BlockBatch(order["tokens"], order["sequences"], order["dtype"])
-        timer = BlockTimer(model, batch, accelerator(), zero_linear=True)
+        timer = BlockTimer(model, batch, accelerator(), zero_linear=True, kinds=order["kinds"])
         if told is not None:
             _say(_READY)
             told.readline()
-        return {"rates": timer.rates(_ROUNDS), "kind": timer.kind}
+        rates = timer.rates(_ROUNDS)
+        first, *others = timer.firsts.items()
+        further = {kind: timer.rates_of(number, _ROUNDS) for kind, number in others}
+        return {"rates": rates, "kinds": {first[0]: rates, **further}}
 
 
-def _seconds(rates: Mapping[str, float], kind: str) -> Seconds:
-    forward, backward = rates["layer_forward_s"], max(0.0, rates["layer_backward_s"])
-    saved: dict[ActivationPolicy, float] = {
-        name: rates[f"{name}_saved_s"] / forward for name in _POLICIES if f"{name}_saved_s" in rates
+def _means(rates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of several processes, by name; of those names that all have."""
+    known = [key for key in rates[0] if all(key in each for each in rates)]
+    return {key: fmean(each[key] for each in rates) for key in known}
+
+
+def _seconds(rates: Mapping[str, float], kinds: Mapping[str, Mapping[str, float]], counts: Mapping[str, int]) -> Seconds:
+    """`kinds`: the rates of each kind of block that was timed, of which the model has `counts`; a block that was not timed is
+    taken to be their mean. `rates`: of what stands around the blocks."""
+    total = sum(counts.get(kind, 1) for kind in kinds)
+
+    def mean(key: str) -> float:
+        return sum(counts.get(kind, 1) * max(0.0, own[key]) for kind, own in kinds.items()) / total
+
+    forward, backward = mean("layer_forward_s"), mean("layer_backward_s")
+    saved = {
+        kind: {key.removesuffix(_SAVED): value / forward for key, value in own.items() if key.endswith(_SAVED)}
+        for kind, own in kinds.items()
     }
     outside = rates["pre_forward_s"], rates["pre_backward_s"], rates["head_s"]
-    return Seconds(forward, backward, *outside, saved_shares={kind: saved})
+    return Seconds(forward, backward, *outside, saved_shares=saved)
 
 
 # ---- several processes

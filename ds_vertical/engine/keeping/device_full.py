@@ -175,6 +175,9 @@ class DeviceFull:
     def _remedies(self, kept: KeptHere, room: int) -> Iterator[str]:
         """Changes of the section each of which makes the step fit. `room`: bytes of the device for what is kept."""
         keeping, keys = self._parts.keeping, kept.settings
+        if keys.keep_outputs is not None:  # no key asks for a part of the products: all of them would take more
+            yield '"keep": "none"'
+            return
         policy, tier = (f'"keep": "{keys.keep}", ', '"keep_device": "device", ') if keeping.is_chosen else ("", "")
         share = kept.fitting_share(room)
         if share:

@@ -98,7 +98,8 @@ class RunKeeping:
         num_bytes = tuple((tier, size) for tier, (_, size) in held.items())
         kinds = self._now.kinds
         policy = settings.keep if kinds is None else kinds.in_force
-        return KeptRecord(policy, tuple(settings.kept_shares.items()), cells, num_bytes)
+        outputs = settings.keep_outputs if policy == settings.keep else None
+        return KeptRecord(policy, tuple(settings.kept_shares.items()), cells, num_bytes, outputs)
 
     @property
     def is_asked(self) -> bool:
@@ -208,7 +209,7 @@ class RunKeeping:
 def _kinds_of(settings: ActivationSettings) -> KeptKinds | None:
     """How block calls keep what their backward needs; None where they keep nothing."""
     policy = settings.keep or "none"
-    return None if policy == "none" else KeptKinds(policy, accelerator.log_own)
+    return None if policy == "none" else KeptKinds(policy, accelerator.log_own, settings.keep_outputs)
 
 
 def describe_keeping(settings: ActivationSettings) -> str:
@@ -216,6 +217,8 @@ def describe_keeping(settings: ActivationSettings) -> str:
     shares = [f"{share:.0%} of the cells on {tier}" for tier, share in settings.kept_shares.items() if share]
     if settings.is_open and settings.keep is not None:
         shares = [f"{settings.keep_share:.0%} of the cells from the second step on"]
+    if settings.keep_outputs is not None:
+        shares = [f"{settings.keep_outputs} of each block's products", *shares]
     return f'activations.keep = "{settings.keep or "none"}"' + (f", {', '.join(shares)}" if shares else "")
 
 

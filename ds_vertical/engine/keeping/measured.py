@@ -8,17 +8,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-from torch import nn
-
 from ds_vertical.model.kept.probe import BlockTimes, Probe
-from ds_vertical.model.layers import LayerMap
-from ds_vertical.planner.kept_activations import NOTHING, KeepMenu, PolicyPoint, concave, mean_menu
+from ds_vertical.model.layers import Block, LayerMap
+from ds_vertical.planner.kept_activations import NOTHING, KeepMenu, PolicyPoint, concave, mean_menu, named_point, thinned
 from ds_vertical.planner.model_shape import Seconds
 from ds_vertical.schedule.events import Event, Op
 from ds_vertical.schedule.trace import Tracer
 from ds_vertical.types import BELOW, HOLDING, PRE, ActivationPolicy, Tier
 
-_POLICIES: Final[tuple[ActivationPolicy, ...]] = ("free", "products", "everything")
 _LEAST_S: Final = 1e-9  # that a policy which the JSON asks for saves of a call: a menu has none that saves nothing
 
 
@@ -47,13 +44,13 @@ class EventTimes(Tracer):
 @dataclass(frozen=True)
 class MeasuredStep:
     """Of one rank. `seconds`: of one micro-batch through a block and through what stands around them. `input_bytes`: of what
-    passes to a block. `menu`: the mean block's (bytes, seconds saved) by policy; empty where nothing was measured. `reasons`:
-    why it lacks a policy. `room`: further bytes that what is kept may take of each tier; None: any number.
+    passes to a block. `menu`: the mean block's (bytes, seconds saved) by the name of a point; empty where nothing was measured.
+    `reasons`: why it lacks a policy. `room`: further bytes that what is kept may take of each tier; None: any number.
     `num_micro_batches`: of the step, on the rank with fewest; None: as many as a step may have."""
 
     seconds: Seconds
     input_bytes: int
-    menu: Mapping[ActivationPolicy, tuple[float, float]]
+    menu: Mapping[str, tuple[float, float]]
     reasons: tuple[str, ...]
     room: Mapping[Tier, float | None]
     num_micro_batches: int | None = None
@@ -61,7 +58,7 @@ class MeasuredStep:
     @property
     def points(self) -> tuple[PolicyPoint, ...]:
         """The menu's points, as the planner has them."""
-        return concave(PolicyPoint(policy, *point) for policy, point in self.menu.items())
+        return thinned(concave(named_point(name, *point) for name, point in self.menu.items()))
 
     def keep_menu(self, num_layers: int, blocks_per_layer: int) -> KeepMenu:
         """What a layer of so many blocks offers."""
@@ -77,8 +74,8 @@ def measured_step(
 ) -> MeasuredStep:
     """What a step has measured on this rank. `times`: None where events run on after the host has issued them. `policy`: the
     one that the JSON asks for, which is then all of the menu; None: it leaves that open."""
-    blocks = [layers.blocks[index].module for own in layers.layers[:-1] for index in own]
-    counts = Counter(type(block) for block in blocks if type(block) in probe.found)
+    blocks = [layers.blocks[index] for own in layers.layers[:-1] for index in own]
+    counts = Counter(block.kind for block in blocks if block.kind in probe.found)
     own = [(probe.found[kind], count) for kind, count in counts.items()]
     whole = len(own) > 0 and sum(counts.values()) == len(blocks)
     menu = {} if not whole else _mean_points(own) if policy is None else _mean_point(own, policy)
@@ -92,29 +89,37 @@ def nothing_measured(reason: str, room: Mapping[Tier, float | None]) -> Measured
     return MeasuredStep(Seconds(0.0, 0.0, 0.0, 0.0, 0.0), 0, {}, (reason,), room)
 
 
-def _mean_points(own: Sequence[tuple[BlockTimes, int]]) -> dict[ActivationPolicy, tuple[float, float]]:
-    """Bytes and seconds of the mean block; a class that lacks a policy follows the next lower one."""
+def _mean_points(own: Sequence[tuple[BlockTimes, int]]) -> dict[str, tuple[float, float]]:
+    """Bytes and seconds of the mean block; a kind that lacks a policy follows the next lower one, and one that has no more
+    products than a part keeps all of them."""
     menus = [KeepMenu(str(n), count, concave(_policy_points(block))) for n, (block, count) in enumerate(own)]
     mean = mean_menu(menus)
-    found: dict[ActivationPolicy, tuple[float, float]] = {p.policy: (0.0, 0.0) for each, _ in own for p in each.points}
+    found = {p.name: (0.0, 0.0) for each, _ in own for p in each.points}
     for point in mean.points if mean is not None else ():
-        found[point.policy] = point.num_bytes, point.saved_s
+        found[point.name] = point.num_bytes, point.saved_s
+    for name in {p.name for each, _ in own for p in each.points if p.outputs is not None}:
+        found[name] = _mean([(_at_most(block, "products", name), number) for block, number in own])
     return found
 
 
-def _mean_point(own: Sequence[tuple[BlockTimes, int]], policy: ActivationPolicy) -> dict[ActivationPolicy, tuple[float, float]]:
-    """Bytes and seconds of the mean block with the policy that the JSON asks for, also where others save more for their bytes.
-    A class that lacks it follows the next lower one, as its calls will; empty where none keeps any bytes."""
+def _mean(own: Sequence[tuple[PolicyPoint, int]]) -> tuple[float, float]:
+    """Bytes and seconds of the mean of so many points each."""
     count = sum(number for _, number in own)
-    found = [(number / count, _at_most(block, policy)) for block, number in own]
-    num_bytes = sum(part * point.num_bytes for part, point in found)
-    saved_s = sum(part * point.saved_s for part, point in found)
+    return sum(n * p.num_bytes for p, n in own) / count, sum(n * p.saved_s for p, n in own) / count
+
+
+def _mean_point(own: Sequence[tuple[BlockTimes, int]], policy: ActivationPolicy) -> dict[str, tuple[float, float]]:
+    """Bytes and seconds of the mean block with the policy that the JSON asks for, also where others save more for their bytes.
+    A kind that lacks it follows the next lower one, as its calls will; empty where none keeps any bytes."""
+    num_bytes, saved_s = _mean([(_at_most(block, policy), number) for block, number in own])
     return {policy: (num_bytes, max(saved_s, _LEAST_S))} if num_bytes else {}
 
 
-def _at_most(block: BlockTimes, policy: ActivationPolicy) -> PolicyPoint:
-    """What a class of block keeps that is asked for a policy."""
-    points = {point.policy: point for point in _policy_points(block)}
+def _at_most(block: BlockTimes, policy: ActivationPolicy, part: str = "") -> PolicyPoint:
+    """What a kind of block keeps that is asked for a policy, or a `part` of its products."""
+    points = {point.name: point for point in _policy_points(block)}
+    if part in points:
+        return points[part]
     while policy != "none" and policy not in points:
         policy = BELOW[policy]
     return points.get(policy, NOTHING)
@@ -124,11 +129,11 @@ def _policy_points(block: BlockTimes) -> Iterator[PolicyPoint]:
     """Those that keep no bytes where they should, since all is held by other code, keep nothing that can be chosen."""
     for point in block.points:
         if point.num_bytes or point.policy not in HOLDING:
-            yield PolicyPoint(point.policy, point.num_bytes, point.saved_s)
+            yield PolicyPoint(point.policy, point.num_bytes, point.saved_s, point.outputs)
 
 
 def _seconds(
-    own: Sequence[tuple[BlockTimes, int]], times: EventTimes | None, layers: LayerMap, blocks: Sequence[nn.Module]
+    own: Sequence[tuple[BlockTimes, int]], times: EventTimes | None, layers: LayerMap, blocks: Sequence[Block]
 ) -> Seconds:
     """Of the mean block. What stands around the blocks is measured, or scaled by its elements: half of them are the head's."""
     count = sum(number for _, number in own)
@@ -139,19 +144,18 @@ def _seconds(
         backward = max(0.0, times.median_s(Op.B) / per_layer - forward) or backward
         pre = times.median_s(Op.F, pre=True), times.median_s(Op.B, pre=True)
         return Seconds(forward, backward, *pre, times.median_s(Op.HEAD))
-    each = sum(param.numel() for block in blocks for param in block.parameters()) / len(blocks) or 1.0
+    each = sum(param.numel() for block in blocks for param in block.module.parameters()) / len(blocks) or 1.0
     outside = sum(param.numel() for unit in layers.outside.units for param in layers.units[unit])
     return Seconds(forward, backward, 0.0, 0.0, 3 * forward * outside / 2 / each)
 
 
 def agreed(steps: Sequence[MeasuredStep]) -> MeasuredStep:
-    """Of all ranks: the mean of seconds and bytes, the least room, and of the policies those that each of them has."""
+    """Of all ranks: the mean of seconds and bytes, the least room, and of the points those that each of them has."""
     count = len(steps)
     names = steps[0].seconds.pieces
     seconds = replace(steps[0].seconds, **{name: sum(s.seconds.pieces[name] for s in steps) / count for name in names})
-    policies: list[ActivationPolicy] = [policy for policy in _POLICIES if all(policy in each.menu for each in steps)]
-    menu: dict[ActivationPolicy, tuple[float, float]]
-    menu = {p: (max(s.menu[p][0] for s in steps), sum(s.menu[p][1] for s in steps) / count) for p in policies}
+    shared = [name for name in steps[0].menu if all(name in each.menu for each in steps)]
+    menu = {p: (max(s.menu[p][0] for s in steps), sum(s.menu[p][1] for s in steps) / count) for p in shared}
     room = {tier: _least([each.room[tier] for each in steps]) for tier in Tier}
     reasons = dict.fromkeys(reason for each in steps for reason in each.reasons)
     fewest = min((each.num_micro_batches for each in steps if each.num_micro_batches is not None), default=None)

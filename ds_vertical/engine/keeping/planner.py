@@ -200,6 +200,7 @@ class KeepPlanner:
             keys["keep_device"] = Tier(keys["keep_device"])
         if self._is_written and "keep_host_share" not in keys:
             keys.pop("keep_share", None)  # as it is written
+        keys["keep_outputs"] = None if kept is None else kept.point.outputs
         return KeepChoice(replace(self.resolved.activations, **keys), reason)
 
 

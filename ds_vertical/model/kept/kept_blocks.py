@@ -105,7 +105,7 @@ class KeptBlocks:
             return
         kept.kind.num_views_left = 0
         if recording is not None:
-            plan, reason = recording.plan(kept.kind.policy, leaves)
+            plan, reason = recording.plan(kept.kind.policy, leaves, self._kinds.outputs)
             if plan is None:
                 self._kinds.give_up(kept.kind, self._blocks[block], reason, of_recomputes=True)
                 return

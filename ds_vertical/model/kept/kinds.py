@@ -50,10 +50,12 @@ class Kind:
 @dataclass(eq=False)
 class KeptKinds:
     """The kinds of one model's block calls, in all steps. `policy`: the one that the run asks for; `say` takes lines for the
-    user's log. `cells`: of the step under way, those that keep (layer and micro-batch); None: all."""
+    user's log. `outputs`: with "products", how many each call keeps, see `types.point_name`. `cells`: of the step under way,
+    those that keep (layer and micro-batch); None: all."""
 
     policy: ActivationPolicy
     say: Callable[[str], None]
+    outputs: int | None = None
     cells: Collection[Cell] | None = None
     _kinds: dict[Hashable, Kind] = field(default_factory=dict, init=False)
     _own: set[int] = field(default_factory=set, init=False)  # blocks that are a class of their own

@@ -1,9 +1,10 @@
-"""Measures what each way of keeping would save: the seconds and bytes of one call of each class of block.
+"""Measures what each way of keeping would save: the seconds and bytes of one call of each kind of block.
 
-[Note: probe] In one step that keeps nothing, the first backward of each class of block recomputes its forward some times more:
+[Note: probe] In one step that keeps nothing, the first backward of each kind of block recomputes its forward some times more:
 as it is; with what autograd saves in slots, whose bytes "everything" would keep; and with the operations left out that "free"
-and "products" leave out. What a policy saves is the least time of a whole recompute less the least time of its own. Nothing of
-this reaches the step, whose gradients come from a recompute of their own. A way that cannot be measured is not on the menu.
+and "products" leave out, and parts of the products (`PARTS`). What a policy saves is the least time of a whole recompute less
+the least time of its own. Nothing of this reaches the step, whose gradients come from a recompute of their own. A way that
+cannot be measured is not on the menu.
 """
 
 from __future__ import annotations
@@ -26,27 +27,50 @@ from ds_vertical.model.kept.kinds import obstacle
 from ds_vertical.model.kept.recording import CallPlan, Recording
 from ds_vertical.model.kept.replay import OperationsDiffer, Replay, Results
 from ds_vertical.model.kept.slots import VIEW_LEFT, Slots, unpack
-from ds_vertical.model.layers import Block
+from ds_vertical.model.layers import Block, BlockKind
 from ds_vertical.model.thread_state import entered
-from ds_vertical.types import ActivationPolicy
+from ds_vertical.types import ActivationPolicy, point_name
 
 Backward = Callable[[BlockGraph], InputGradients]
 _ROUNDS: Final = 3  # of each way, one after the other; the least counts
+PARTS: Final = (1, 2, 4)  # numbers of products that are measured besides all of them
 _UNKNOWN: Final = (LayerError, RuntimeError, TypeError, ValueError, NotImplementedError, OperationsDiffer)  # of a way to keep
 
 
 @dataclass(frozen=True)
 class KeptPoint:
-    """What a policy would keep of one call, in bytes, and the seconds of the call's recompute that it would save."""
+    """What a policy would keep of one call, in bytes, and the seconds of the call's recompute that it would save. `outputs`: of
+    "products", see `types.point_name`."""
 
     policy: ActivationPolicy
     num_bytes: int
     saved_s: float
+    outputs: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the point."""
+        return point_name(self.policy, self.outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """A recompute that leaves operations out, by its `plan`, and takes `results`; see `KeptPoint`."""
+
+    policy: ActivationPolicy
+    plan: CallPlan
+    results: Results
+    outputs: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its point."""
+        return point_name(self.policy, self.outputs)
 
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of one call of a class of block: of a recompute and of the backward behind it. `input_bytes`: of what passes to
+    """Seconds of one call of a kind of block: of a recompute and of the backward behind it. `input_bytes`: of what passes to
     the block. `points`: what it may keep. `reasons`: why it may not keep by the other policies."""
 
     forward_s: float
@@ -90,19 +114,25 @@ class _Call:
             _leaves = _ends(graph, keep_graph=True)
             return sum(kept.num_bytes for kept in slots.settle()) if slots.sees_all() else None
 
-    def plans(self) -> tuple[dict[ActivationPolicy, CallPlan], Results, str]:
-        """The plans by which "free" and "products" leave out operations, the results that the latter keeps, and why there is
-        no plan."""
+    def ways(self) -> tuple[list[_Way], str]:
+        """How "free" and "products", and parts of the latter, leave out operations; and why there is no way."""
         recording = Recording([*self.inputs, *self.params, *self.block.module.buffers()])
         with self.again(entered(saved_tensors_hooks(recording.pack, unpack), recording)) as graph:
             recording.finish(graph.outputs, ())
             leaves = _ends(graph, keep_graph=False)
             free, reason = recording.plan("free", leaves)
             products, _ = recording.plan("products", leaves)
+            parts = [(count, recording.plan("products", leaves, count)[0]) for count in PARTS]
             del leaves
         if free is None or products is None:
-            return {}, Results(), reason
-        return {"free": free, "products": products}, Results.of_recording(recording, products), ""
+            return [], reason
+        results = Results.of_recording(recording, products)
+        results.settle()
+        ways = [_Way("free", free, Results()), _Way("products", products, results)]
+        for count, plan in parts:
+            own = None if plan is None or count >= len(products.keeps) else results.part(products, plan)
+            ways += [] if plan is None or own is None else [_Way("products", plan, own, count)]
+        return ways, ""
 
 
 def _ends(graph: BlockGraph, keep_graph: bool) -> list[object]:
@@ -115,17 +145,17 @@ def _ends(graph: BlockGraph, keep_graph: bool) -> list[object]:
 
 @dataclass(eq=False)
 class Probe:
-    """Measures the first backward of each class of block in one step, see [Note: probe]. `synchronize`: waits for the device.
+    """Measures the first backward of each kind of block in one step, see [Note: probe]. `synchronize`: waits for the device.
 
-    `found`: by class.
+    `found`: by kind.
     """
 
     synchronize: Callable[[], None] = lambda: None
-    found: dict[type[nn.Module], BlockTimes] = field(default_factory=dict)
+    found: dict[BlockKind, BlockTimes] = field(default_factory=dict)
 
     def wants(self, block: Block) -> bool:
-        """Whether no block of this class has been measured."""
-        return type(block.module) not in self.found
+        """Whether no block of this kind has been measured."""
+        return block.kind not in self.found
 
     def backward(self, block: Block, compiled: bool, inputs: Sequence[object], again: Again, run: Backward) -> InputGradients:
         """Measure a block's call, then recompute it and `run` it backward. `inputs`: what the call was given."""
@@ -140,47 +170,49 @@ class Probe:
             backward_s = perf_counter() - start
         given = {id(value): value.nbytes for value in inputs if isinstance(value, torch.Tensor) and requires_grad(value)}
         passed = sum(given.values()) - sum(given.get(id(param), 0) for param in call.params)
-        self.found[type(block.module)] = BlockTimes(whole_s, backward_s, passed, tuple(points), tuple(reasons))
+        self.found[block.kind] = BlockTimes(whole_s, backward_s, passed, tuple(points), tuple(reasons))
         return gradients
 
     def _measure(self, call: _Call, compiled: bool, reasons: list[str]) -> tuple[float, list[KeptPoint]]:
         """Seconds of a whole recompute, and what each policy would save of it; `reasons` gets why one would not."""
-        plans, results, values = self._plans(call, compiled, reasons)
+        ways = {way.name: way for way in self._ways(call, compiled, reasons)}
         saved_bytes = self._saved_bytes(call, compiled, reasons)
         whole: list[float] = []
         hooked: list[float] = []
-        replayed: dict[ActivationPolicy, list[float]] = {policy: [] for policy in plans}
+        replayed: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(_ROUNDS):
             whole.append(call.timed(contextlib.nullcontext()))
             if saved_bytes is not None:
                 hooked.append(call.timed(call.slots()[1]))
-            for policy, plan in list(plans.items()):
+            for name, way in list(ways.items()):
                 try:
-                    replayed[policy].append(call.timed(Replay(plan, results if plan.keeps else Results(), poison=False)))
+                    replayed[name].append(call.timed(Replay(way.plan, way.results, poison=False)))
                 except _UNKNOWN as error:
-                    reasons.append(f'"{policy}": {str(error) or "it does not run the same operations each time"}')
-                    del plans[policy]
+                    reasons.append(f'"{name}": {str(error) or "it does not run the same operations each time"}')
+                    del ways[name]
         least = min(whole)
-        points = [KeptPoint(p, values if p == "products" else 0, max(0.0, least - min(replayed[p]))) for p in plans]
+        points = [
+            KeptPoint(way.policy, way.results.num_bytes, max(0.0, least - min(replayed[name])), way.outputs)
+            for name, way in ways.items()
+        ]
         if saved_bytes is not None:
             # what packing takes in the forward, unpacking takes in the backward at most
             points.append(KeptPoint("everything", saved_bytes, max(0.0, least - 2 * max(0.0, min(hooked) - least))))
         return least, points
 
     @staticmethod
-    def _plans(call: _Call, compiled: bool, reasons: list[str]) -> tuple[dict[ActivationPolicy, CallPlan], Results, int]:
-        """See `_Call.plans`; the bytes of the results last."""
+    def _ways(call: _Call, compiled: bool, reasons: list[str]) -> list[_Way]:
+        """See `_Call.ways`."""
         why = obstacle(call.block.module, "products", compiled)
-        plans: dict[ActivationPolicy, CallPlan] = {}
-        results = Results()
+        ways: list[_Way] = []
         if why is None:
             try:
-                plans, results, why = call.plans()
+                ways, why = call.ways()
             except _UNKNOWN as error:
                 why = str(error)
         if why:
             reasons.append(f'"free", "products": {why}')
-        return plans, results, sum(value.num_bytes for value in results.settle())
+        return ways
 
     @staticmethod
     def _saved_bytes(call: _Call, compiled: bool, reasons: list[str]) -> int | None:

@@ -58,7 +58,8 @@ class Operation:
 
     `form`: its arguments, tensors by how they lie in memory. `given`: for each result that is an argument over the same
     memory, the argument's place. `fresh`: the storages that it makes. `results`, `spec`: what it returns, flattened, tensors by
-    how they lie in memory. `dropout`: an attention's share of weights that are dropped.
+    how they lie in memory. `dropout`: an attention's share of weights that are dropped. `summed`: of a product, over how many
+    elements each element of its result sums.
     """
 
     func: OpOverload
@@ -70,6 +71,7 @@ class Operation:
     results: list[object]
     spec: pytree.TreeSpec
     dropout: float
+    summed: int = 0
 
     @property
     def is_view(self) -> bool:
@@ -209,8 +211,8 @@ class Recording(TorchDispatchMode):
         fresh, given = self._places(results, flat, set(known))
         layouts: list[object] = [Layout.of(value) if isinstance(value, torch.Tensor) else value for value in results]
         reads = () if func.overloadpacket in _FACTORIES else tuple(known)
-        dropout = _dropout(func, args, kwargs)
-        self.operations.append(Operation(func, form, reads, tuple(written), fresh, given, layouts, spec, dropout))
+        dropout, summed = _dropout(func, args, kwargs), _summed(func, tensors)
+        self.operations.append(Operation(func, form, reads, tuple(written), fresh, given, layouts, spec, dropout, summed))
         self._made.update(fresh)
         return returned
 
@@ -250,8 +252,10 @@ class Recording(TorchDispatchMode):
         over = Counter(key_of(leaf.untyped_storage()) for leaf in leaves if isinstance(leaf, torch.Tensor))
         return self._held | {key for key in self._made if not is_over(self.storages[key], over[key])}
 
-    def plan(self, policy: ActivationPolicy, leaves: Sequence[object]) -> tuple[CallPlan | None, str]:
-        """The plan of further calls; or None, and why there is none. `leaves`: see `escaped`."""
+    def plan(
+        self, policy: ActivationPolicy, leaves: Sequence[object], outputs: int | None = None
+    ) -> tuple[CallPlan | None, str]:
+        """The plan of further calls; or None, and why there is none. `leaves`: see `escaped`; `outputs`: see `point_name`."""
         if self.obstacle is not None:
             return None, self.obstacle
         flow = _Flow(self.operations, self._outside, {*self.saved, *self.escaped(leaves)})
@@ -262,7 +266,34 @@ class Recording(TorchDispatchMode):
             for index, operation in enumerate(self.operations)
             if policy == "products" and operation.is_product and operation.fresh and not operation.must_run
         }
-        return flow.plan(keepable), ""
+        plan = flow.plan(keepable)
+        return plan if outputs is None else flow.plan(set(_most_saving(plan)[:outputs])), ""
+
+
+def _most_saving(plan: CallPlan) -> list[int]:
+    """The operations whose results a plan keeps, those first that save most floating-point operations for their bytes; of equal
+    ones the later first, as in `cli.plan.block_ops`."""
+
+    def benefit(index: int) -> float:
+        kept = plan.keeps[index]
+        news = [new for number, new in enumerate(plan.operations[index].fresh.values()) if number in kept]
+        elements = sum(layout.size.numel() for new in news for _, layout in new.results[:1])
+        return plan.operations[index].summed * elements / max(1, sum(new.num_bytes for new in news))
+
+    return sorted(plan.keeps, key=lambda index: (-benefit(index), -index))
+
+
+def _summed(func: OpOverload, tensors: Sequence[torch.Tensor]) -> int:
+    """See `Operation`; 0 of what is no product."""
+    if _ATTENTION in str(func):
+        return 2 * tensors[1].size(-2)  # the keys, for the weights and for the sum of values
+    if func.overloadpacket not in _PRODUCTS:
+        return 0
+    if func.overloadpacket is _aten.convolution:
+        return tensors[1][:1].numel()
+    if func.overloadpacket is _aten.linear:
+        return tensors[0].size(-1)
+    return tensors[-2].size(-1)  # of two factors, behind what is added to their product
 
 
 def written_args(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> list[torch.Tensor]:

@@ -65,6 +65,21 @@ class Results:
         recording.storages.clear()
         return results
 
+    def part(self, whole: CallPlan, plan: CallPlan) -> Results | None:
+        """Of these results, which are `whole`'s, those that `plan` keeps; None where it keeps others."""
+        found = Results()
+        for index, numbers in plan.keeps.items():
+            own = dict(zip(whole.keeps.get(index, ()), self.kept.get(index, ()), strict=True))
+            if not own.keys() >= set(numbers):
+                return None
+            found.kept[index] = [own[number] for number in numbers]
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all storages."""
+        return sum(value.num_bytes for storages in self.kept.values() for value in storages)
+
     def settle(self) -> list[KeptStorage]:
         """The call is over, its graph and outputs are dropped: copy what others hold, too. Returns all storages."""
         values = [value for storages in self.kept.values() for value in storages]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
-from kept_toys import COUNT, Block, KeptTraining, compare, model_of
+from kept_toys import COUNT, Block, Chained, KeptTraining, compare, model_of
 from torch import nn
 from toy import WIDTH
 
+from ds_vertical.model.block_call import BlockGraph
+from ds_vertical.model.kept.probe import Probe
 from ds_vertical.model.kept.slots import Slots
+from ds_vertical.model.layers import map_layers
 from ds_vertical.types import ActivationPolicy
 
 POLICIES: tuple[ActivationPolicy, ...] = ("free", "products", "everything")
@@ -157,6 +162,36 @@ def test_gradients_have_the_bits_of_plain_autograd(policy: ActivationPolicy) -> 
         actions = {operation.packet: action for operation, action in zip(plan.operations, plan.actions, strict=True)}
         products = [a for o, a in zip(plan.operations, plan.actions, strict=True) if o.is_product]
         assert products == (["keep", "skip"] if policy == "products" else ["run", "skip"]), actions
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_part_of_the_products_is_kept_which_saves_most_for_its_bytes(outputs: int) -> None:
+    training, _ = compare(lambda: model_of(Chained, Chained, Chained), "products", outputs=outputs)
+    assert training.lines == [] and training.kinds.found
+    for kind in training.kinds.found:
+        plan = kind.plan
+        assert plan is not None and kind.is_tried and kind.policy == "products"
+        products = [action for operation, action in zip(plan.operations, plan.actions, strict=True) if operation.is_product]
+        assert products == (["run", "keep", "run", "skip"] if outputs == 1 else ["run", "keep", "keep", "skip"])
+
+
+def test_parts_of_the_products_are_measured() -> None:
+    model = model_of(Chained, Chained)
+    block, rows = map_layers(model, ["blocks"]).blocks[0], 8
+    inputs = [torch.randn(rows, WIDTH).requires_grad_(), torch.randn(rows, WIDTH)]
+
+    @contextmanager
+    def again(within: AbstractContextManager[object]) -> Iterator[BlockGraph]:
+        with within:
+            graph = BlockGraph({}, [block.module(*inputs)])
+        yield graph
+
+    probe = Probe()
+    probe.backward(block, False, inputs, again, lambda _: {})
+    found = {point.name: point.num_bytes for point in probe.found[block.kind].points}
+    narrow = 4 * rows * WIDTH
+    assert found.pop("everything") > 0
+    assert found == {"free": 0, "products": 5 * narrow, "products_1": narrow, "products_2": 3 * narrow}
 
 
 def test_a_small_contiguous_part_of_a_storage_is_kept_alone_with_its_own_elements() -> None:
