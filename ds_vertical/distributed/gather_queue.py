@@ -9,8 +9,15 @@ in the order of its fetches, which all ranks share, and in a process group for g
 issues meanwhile can come between them.
 
 With one rank there is no order to keep. On the processor each unit is then there when it is read. Beside a device its copy is
-issued as a gather is: as soon as it is read and the device has room. With several ranks on a GPU a gather is issued when its
-unit is used: the GPU is then still busy with what the host issued before.
+issued as a gather is: as soon as it is read and the device has room.
+
+[Note: gathers ahead of reductions] With several ranks beside a device gathers and reductions share a process group, whose
+collectives run in the order in which the host issues them. When shards come must not decide that order: it differs from rank to
+rank. So a gather is issued at events of the schedule alone. In the forward, that is where its unit is first used: the device is
+then still busy with what the host issued before. In the backward, it is ahead of the reduction of the unit before. An example:
+the gather of layer 2, then the reduction of layer 3, then the backward of layer 2. The gather is under way in the backward of
+layer 3, and the reduction in that of layer 2. The other way round the backward of layer 2 would wait for both. The host waits
+for the shards of layer 2 ahead of the reduction, and not behind it.
 """
 
 from __future__ import annotations
@@ -39,14 +46,15 @@ class UnitGather:
 
 class GatherQueue:
     """See [Note: gathers in flight]. `in_order`: there are several ranks. `early`: a gather may be issued before its unit is
-    used.
+    used. `leads`: one is issued ahead of each reduction, see [Note: gathers ahead of reductions].
 
     `num_issued`: gathers that this rank has issued so far, complete or not. The other ranks can complete those without it.
     """
 
-    def __init__(self, in_order: bool, early: bool) -> None:
+    def __init__(self, in_order: bool, early: bool, leads: bool = False) -> None:
         self._in_order = in_order
         self._early = early
+        self.leads = leads
         self._next: deque[UnitGather] = deque()
         self._in_flight: list[UnitGather] = []
         self._is_issuing = False
@@ -59,6 +67,12 @@ class GatherQueue:
     def advance(self) -> None:
         """Issue the gathers at the front of the queue whose shards have come. Raises what their reads have failed with."""
         while self._early and self._next and self._next[0].is_ready():
+            self._issue_one(self._next[0])
+
+    def lead(self) -> None:
+        """A reduction is about to be issued: where gathers lead, issue the one of the unit that is used next, if that has been
+        fetched. Waits for its shards. Raises what their reads have failed with."""
+        if self.leads and self._next:
             self._issue_one(self._next[0])
 
     def beside(self, work: Callable[[T], R]) -> Callable[[T], R]:

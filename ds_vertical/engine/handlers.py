@@ -437,6 +437,7 @@ class _Training(_WithBackward):
 
     def reduce(self, event: Event) -> Ticket | None:
         unit = _unit(event)
+        self.params.gathers.lead()
         sums, flat = self.gradients.hand_over(unit), self.gradients.flat(unit)
         if self.optimizer.reduce_unit(unit, sums, flat, self.gradients.reserve.put_back):
             self.gradients.give_away(unit)

@@ -87,7 +87,9 @@ class ParamStore:
             settings.levels.beside.carry, self._landing.in_line = self._landing.carry, True
         self._in_flight = settings.group is not None and settings.device.type == "cpu"
         early = settings.overlap and (self._in_flight or self._landing.is_copy)
-        self.gathers = GatherQueue(in_order=settings.group is not None, early=early)
+        several = settings.group is not None
+        leads = settings.overlap and several and not self._in_flight and settings.levels is None
+        self.gathers = GatherQueue(in_order=several, early=early, leads=leads)
         self._closed = False
 
     @property

@@ -11,7 +11,7 @@ import harness
 import pytest
 import torch
 from late_worker import LISTENING as NAME
-from late_worker import Outcome
+from late_worker import NUM_LAYERS, NUM_MICRO_BATCHES, Outcome
 from places import SUPPORT
 from processes import start_ranks
 
@@ -35,6 +35,14 @@ def test_two_ranks_have_the_bits_of_the_cpu(outcomes: Outcomes) -> None:
         assert late.error is None, late.error
         assert late.violations == [] and late.run is not None and cpu.run is not None
         harness.assert_identical(cpu.run, late.run)
+
+
+def test_a_layers_reduction_is_under_way_in_the_next_layers_backward(outcomes: Outcomes) -> None:
+    """And the next layer's gather is not behind it: the two go to the same stream."""
+    for late in outcomes["late"]:
+        assert len(late.beside) == NUM_LAYERS * NUM_MICRO_BATCHES
+        firsts = [under_way[-1:] for under_way in late.beside[::NUM_MICRO_BATCHES]]
+        assert firsts == [[], *[["_reduce_scatter_base"]] * (NUM_LAYERS - 1)], late.beside
 
 
 def test_no_rank_waits_for_its_device_to_hear_of_another_ones_signal(outcomes: Outcomes) -> None:

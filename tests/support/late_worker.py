@@ -39,10 +39,17 @@ BUFFERED = "fp32, buffers in and around the layers"
 COMPILED = "fp32, compiled blocks"
 
 
+BESIDE: list[list[str]] = []  # the collectives beside each forward with a graph
+
+
 class FailingBlock(MixerBlock):
     """With sequences of one length its forward raises Failure, with those of another its backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and x.device.type == "late":
+            import late_accelerator
+
+            BESIDE.append(late_accelerator.beside())
         if x.shape[1] == FAILS_FORWARD:
             raise Failure
         result = super().forward(x)
@@ -317,7 +324,8 @@ class Outcome:
     """What training has given; on the late device also the host's waits of each step, what was wrong, bytes of host memory
     that are still registered with the device once the engine is gone; bytes of the device that the budget has for the training,
     and that it has taken at most. `lanes`: the threads that issue collectives over levels; `hops`: the levels over which they
-    go."""
+    go. `beside`: of the last step, for each backward of a layer and a micro-batch (which computes the forward anew), the
+    collectives that are under way when it begins."""
 
     run: harness.Run | None = None
     waits: list[Counter[Any]] = field(default_factory=list)
@@ -327,6 +335,7 @@ class Outcome:
     peak: int = -1
     lanes: list[str] = field(default_factory=list)
     hops: list[str] = field(default_factory=list)
+    beside: list[list[str]] = field(default_factory=list)
     error: str | None = None
 
 
@@ -401,16 +410,20 @@ def hops(engine: Any) -> list[str]:
 
 
 def outcome(case: Case, folder: Path) -> Outcome:
+    import late_accelerator
     import late_device
 
     found = Outcome()
 
     @contextmanager
     def watch() -> Iterator[None]:
+        BESIDE.clear()
+        late_accelerator.LateGroup.works.clear()
         torch.accelerator.reset_peak_memory_stats()
         with late_device.waits() as waits:
             yield
         found.waits.append(waits)
+        found.beside = list(BESIDE)
         found.peak = max(found.peak, torch.accelerator.memory_stats()["active_bytes.all.peak"] - before)
 
     def look(engine: Any, model: nn.Module, config: dict[str, Any]) -> None:
