@@ -39,23 +39,40 @@ BUFFERED = "fp32, buffers in and around the layers"
 COMPILED = "fp32, compiled blocks"
 
 
-BESIDE: list[list[str]] = []  # the collectives beside each forward with a graph
-
-
 class FailingBlock(MixerBlock):
     """With sequences of one length its forward raises Failure, with those of another its backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() and x.device.type == "late":
-            import late_accelerator
-
-            BESIDE.append(late_accelerator.beside())
         if x.shape[1] == FAILS_FORWARD:
             raise Failure
         result = super().forward(x)
         if x.shape[1] == FAILS_BACKWARD and result.requires_grad:
             result.register_hook(fail)
         return result
+
+
+# A LookingBlock's number, and the collectives that are under way when its backward begins. By micro-batches, in stock's order:
+# the engine takes the list for state of the blocks.
+BESIDE: list[tuple[int, list[str]]] = []
+
+
+class LookingBlock(FailingBlock):
+    """Its backward looks around."""
+
+    number: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = super().forward(x)
+        if result.requires_grad:
+            result.register_hook(partial(look_around, self.number))
+        return result
+
+
+def look_around(number: int, grad: torch.Tensor) -> None:
+    if grad.device.type == "late":
+        import late_accelerator
+
+        BESIDE.append((number, late_accelerator.beside()))
 
 
 class Failure(Exception):
@@ -66,10 +83,11 @@ def fail(_: torch.Tensor) -> None:
     raise Failure
 
 
-def build_model() -> MixerModel:
+def build_model(block_class: type[MixerBlock] = FailingBlock) -> MixerModel:
     model = MixerModel(NUM_LAYERS, WIDTH, dropout=0.1)
-    for block in model.blocks:
-        block.__class__ = FailingBlock
+    for number, block in enumerate(model.blocks):
+        block.__class__ = block_class
+        block.number = number
     return model
 
 
@@ -316,7 +334,22 @@ ON_LEVELS = {
     "fp32, levels, rank 0 fails alone": replace(_levels("fp32", 1.0), between=fail_alone),
 }
 STANDS = [name for name in ON_LEVELS if "copies on the device" in name]
-ON_RANKS = {LISTENING: replace(_case("bf16", 1.0), listens=True), FLAT: _case("fp32", 1.0), **ON_LEVELS}
+_LOOKING = partial(build_model, LookingBlock)
+ONE_LEVEL = {
+    "bf16, one level, with other calls": replace(_case("bf16", 1.0), between=use_engine),
+    "fp32, one level, rank 0 fails alone": replace(_case("fp32", 1.0), between=fail_alone),
+    "bf16, one level, two layers ahead": replace(_case("bf16", 0.0, {"prefetch_layers": 2}), records=True),
+    "bf16, one level, no layer ahead": _case("bf16", 1.0, {"prefetch_layers": 0}),
+    "bf16, one level, late steps": _case("bf16", 0.0, {"optimizer_delay": 0.5}),
+    "bf16, one level, parameters on the device": _case("bf16", 1.0, params="none", optimizer="cpu"),
+    "bf16, one level, nothing beside anything": _case("bf16", 1.0, {"overlap": False}),
+}
+ON_RANKS = {
+    LISTENING: replace(_case("bf16", 1.0), listens=True, build=_LOOKING),
+    FLAT: _case("fp32", 1.0),
+    **ONE_LEVEL,
+    **ON_LEVELS,
+}
 
 
 @dataclass
@@ -324,8 +357,8 @@ class Outcome:
     """What training has given; on the late device also the host's waits of each step, what was wrong, bytes of host memory
     that are still registered with the device once the engine is gone; bytes of the device that the budget has for the training,
     and that it has taken at most. `lanes`: the threads that issue collectives over levels; `hops`: the levels over which they
-    go. `beside`: of the last step, for each backward of a layer and a micro-batch (which computes the forward anew), the
-    collectives that are under way when it begins."""
+    go. `beside`: of the last step, for each backward of a LookingBlock and a micro-batch, the collectives that are
+    under way when it begins."""
 
     run: harness.Run | None = None
     waits: list[Counter[Any]] = field(default_factory=list)
@@ -335,7 +368,7 @@ class Outcome:
     peak: int = -1
     lanes: list[str] = field(default_factory=list)
     hops: list[str] = field(default_factory=list)
-    beside: list[list[str]] = field(default_factory=list)
+    beside: list[tuple[int, list[str]]] = field(default_factory=list)
     error: str | None = None
 
 
