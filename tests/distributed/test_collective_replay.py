@@ -260,6 +260,28 @@ def test_where_the_others_leave_a_step_the_one_that_failed_leaves_it_too(overlap
             assert left(("gather", at), leaves_at) == left(("release", at), leaves_at) == expected
 
 
+def test_where_gathers_lead_all_leave_a_step_in_one_order() -> None:
+    """Also a rank that has failed ahead of the vote, in a gather that leads or in the reduction behind it."""
+    schedule = build_training(TrainingStep(NUM_LAYERS, 2, window=2, reduces_beside=True))
+
+    def left(fails_at: tuple[str, int], leaves_at: int) -> list[str]:
+        training = ToyTraining(toy_model(NUM_LAYERS))
+        training.params.gathers = GatherQueue(in_order=True, early=False, leads=True)
+        ranks = Ranks(training, fails_at)
+        ranks.leaves_at = leaves_at
+        with pytest.raises(Fault if fails_at[0] else StepLeft):
+            training.step(schedule, [partial(training.model, each) for each in toy_inputs(2)], 1)
+        return ranks.in_line
+
+    for leaves_at in range(NUM_LAYERS):
+        expected = left(("", 0), leaves_at)
+        assert expected.count("vote") == leaves_at + 1
+        for what, word in (("gather", "gather"), ("reduce", "reduce"), ("hold", "reduce")):
+            last = len(expected) - 1 - expected[::-1].index("vote")  # what comes behind it all issue as they leave
+            for at in range(sum(each.startswith(word) for each in expected[:last])):
+                assert left((what, at), leaves_at) == expected, (leaves_at, what, at)
+
+
 class Missing(Ranks):
     """This rank is to start over, and another one has failed."""
 

@@ -17,6 +17,8 @@ from places import SUPPORT
 from processes import start_ranks
 
 Outcomes = Mapping[str, list[Outcome]]
+OF_A_STEP = 8  # waits of the host beside one for each layer's gradients: see `test_late_levels.py`
+OF_SHARDS = 24  # of the parameters of three layers in the forward, of one again in the backward, and of what is outside
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +77,11 @@ def test_no_rank_waits_for_its_device_to_hear_of_another_ones_signal(outcomes: O
     for late in outcomes["late"]:
         sites = Counter(wait.site for wait in late.waits[-1].elements())
         assert not [site for site in sites if site.startswith(("ranks.py", "signals.py"))], sites
+
+
+def test_the_host_waits_for_no_collective(outcomes: Outcomes) -> None:
+    """DeepSpeed's gather waits for the copy of each shard, once a gather. Beside that the host waits as with one rank."""
+    for late in outcomes["late"]:
+        sites = Counter(wait.site for wait in late.waits[-1].elements())
+        assert sites.pop("partition_parameters.py:<listcomp>") == OF_SHARDS
+        assert sum(sites.values()) <= NUM_LAYERS + OF_A_STEP, sites

@@ -51,8 +51,7 @@ class FailingBlock(MixerBlock):
         return result
 
 
-# A LookingBlock's number, and the collectives that are under way when its backward begins. By micro-batches, in stock's order:
-# the engine takes the list for state of the blocks.
+# A LookingBlock's number, and the collectives that are under way when its backward begins. Sorted by micro-batches.
 BESIDE: list[tuple[int, list[str]]] = []
 
 
