@@ -27,6 +27,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ds_vertical.io.ticket import Ticket
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -36,11 +38,12 @@ class UnitGather:
     """The gather of one unit.
 
     `issue` waits for the rank's shards, starts the collective, and returns a function that waits for the collective's end.
-    `is_ready` says whether the shards have come. `wait` is what `issue` has returned; None until then.
+    `is_ready` says whether the shards have come. `what`: for traces. `wait` is what `issue` has returned; None until then.
     """
 
     issue: Callable[[], Callable[[], None]]
     is_ready: Callable[[], bool]
+    what: str = "gather"
     wait: Callable[[], None] | None = None
 
 
@@ -69,11 +72,14 @@ class GatherQueue:
         while self._early and self._next and self._next[0].is_ready():
             self._issue_one(self._next[0])
 
-    def lead(self) -> None:
-        """A reduction is about to be issued: where gathers lead, issue the one of the unit that is used next, if that has been
-        fetched. Waits for its shards. Raises what their reads have failed with."""
-        if self.leads and self._next:
-            self._issue_one(self._next[0])
+    def lead(self) -> Ticket | None:
+        """A reduction is about to be issued: what waits for the shards of the unit that is used next, and issues its gather.
+        None where gathers do not lead, or where no unit has been fetched that is not on its way. The wait raises what reads
+        have failed with."""
+        if not (self.leads and self._next):
+            return None
+        first = self._next[0]
+        return Ticket(first.what, lambda: self._issue_one(first))
 
     def beside(self, work: Callable[[T], R]) -> Callable[[T], R]:
         """A function that first issues the gathers whose shards have come, and then does `work` while they are under way."""

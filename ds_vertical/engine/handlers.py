@@ -188,7 +188,7 @@ class ScheduleRunner:
     ) -> None:
         executor = Executor(
             {op: self.params.gathers.beside(handler) for op, handler in handlers.items()},
-            before={} if optimizer is None else {Op.NORM: optimizer.early_writes},
+            before={} if optimizer is None else {Op.NORM: optimizer.early_writes, Op.REDUCE: self.params.gathers.lead},
             overlap=self.overlap,
             held_bytes=partial(self._held_bytes, gradients),
             counters=memory_bytes,
@@ -437,7 +437,6 @@ class _Training(_WithBackward):
 
     def reduce(self, event: Event) -> Ticket | None:
         unit = _unit(event)
-        self.params.gathers.lead()
         sums, flat = self.gradients.hand_over(unit), self.gradients.flat(unit)
         if self.optimizer.reduce_unit(unit, sums, flat, self.gradients.reserve.put_back):
             self.gradients.give_away(unit)

@@ -114,6 +114,7 @@ class ParamStore:
         resident.gather = gather = UnitGather(
             lambda: self._gather(unit, shards, step, arrival),
             lambda: (step is None or step.is_over) and resident.is_read and self._landing.has_room(self._resident),
+            f"fetch {unit}",
         )
         self._resident[unit] = resident
 
@@ -124,7 +125,7 @@ class ParamStore:
                 zero_params.gather(left)
                 resident.gathered += left
 
-        ticket = Ticket(f"fetch {unit}", arrive, sum(s.num_bytes for s in missing))
+        ticket = Ticket(gather.what, arrive, sum(s.num_bytes for s in missing))
         if buffer is not None:
             self._read(unit, missing, buffer)
         self.gathers.add(gather)
