@@ -36,6 +36,12 @@ class Others(Protocol):
         ...
 
     @property
+    def gathers_lead(self) -> bool:
+        """Whether each rank issues the gather of the unit that is used next ahead of a reduction: see `gather_queue`, [Note:
+        gathers ahead of reductions]."""
+        ...
+
+    @property
     def num_reductions(self) -> int:
         """Of gradients, likewise: a unit has `reductions_of` such."""
         ...
@@ -166,8 +172,9 @@ class _Rest:
         self._only_gathers = only_gathers
         self._leaves = leaves
         self._coming = coming
-        # whose gather this rank has not issued; the others do so where they use it, or before. None: of a copy that is made
-        self._fetched: list[tuple[Unit, Arrival | None]] = []
+        # units whose gather the others have not issued yet: they do so where they use it, or before. An arrival of None is of a
+        # copy that is made. Last, whether this rank has begun the gather.
+        self._fetched: list[tuple[Unit, Arrival | None, bool]] = []
 
     def handlers(self) -> dict[Op, Handler]:
         own = {Op.FETCH: self.fetch, Op.SPREAD: self.spread, Op.REDUCE: self.reduce, Op.RELEASE: self.vote, Op.NORM: self.reach}
@@ -179,21 +186,23 @@ class _Rest:
             return None
         unit = _unit(event)
         arrival = self._coming[unit].popleft()
-        if not self._is_done("gathers"):  # in the order of the fetches, as gathers are issued
-            self._fetched.append((unit, arrival))
+        self._fetched.append((unit, arrival, self._is_done("gathers")))  # in the order of the fetches, as gathers are issued
         return None if arrival.spreads else self.spread(event)
 
     def spread(self, event: Event) -> Ticket | None:
         unit = _unit(event)
         if event.ahead:
-            if not self._is_done("gathers"):
-                self._fetched.append((unit, None))
+            self._fetched.append((unit, None, self._is_done("gathers")))
             self._gather(unit)
             return None
         return Ticket(f"fetch {unit}", lambda: self._gather(unit))
 
     def reduce(self, event: Event) -> None:
-        for number in range(0 if self._only_gathers else self._others.reductions_of(_unit(event))):
+        if self._only_gathers:
+            return
+        if self._others.gathers_lead and self._fetched:
+            self._gather_first()
+        for number in range(self._others.reductions_of(_unit(event))):
             if not self._is_done("reductions"):
                 self._others.reduce(_unit(event), number)
 
@@ -215,12 +224,17 @@ class _Rest:
 
     def _gather(self, unit: Unit) -> None:
         """Of all units up to this one, in the order of their fetches."""
-        while any(unit == fetched for fetched, _ in self._fetched):
-            first, arrival = self._fetched.pop(0)
-            if arrival is None:
-                self._others.renew_copy(first)
-            else:
-                self._others.gather(first, arrival)
+        while any(unit == fetched for fetched, _, _ in self._fetched):
+            self._gather_first()
+
+    def _gather_first(self) -> None:
+        first, arrival, is_done = self._fetched.pop(0)
+        if is_done:
+            return
+        if arrival is None:
+            self._others.renew_copy(first)
+        else:
+            self._others.gather(first, arrival)
 
 
 def _unit(event: Event) -> Unit:

@@ -6,8 +6,9 @@ stream was given before and what it is given next. So no two of them are ever un
 weights, hops of gradients, DeepSpeed's own, the user's. Kernels of several communicators of NCCL cannot wait for each other
 crosswise where all ranks issue them in one order into one stream. That is reasoned: it has run on simulated devices alone.
 
-- A unit's hops are issued where the unit is first used, as its gather is with one level, whatever has been read by then. When
-  shards come differs from rank to rank, and must not decide. Those of its gradients are issued at its REDUCE.
+- A unit's hops are issued where the unit is first used, whatever has been read by then. When shards come differs from rank to
+  rank, and must not decide. Those of its gradients are issued at its REDUCE. Ahead of that no other unit's are, as gathers over
+  one level are (`gather_queue`, [Note: gathers ahead of reductions]): in the stream that computes nothing would be gained.
 - So hops overlap with nothing that the same device computes, and not with each other. What does overlap: reads of the SSD, CPU
   Adam, the copies below, and whatever the host does: it issues and goes on. It waits for no hop.
 - Copies to the device go through the stream of the store's fetches (`CopyStream`), and begin at once: while the device computes

@@ -9,8 +9,15 @@ in the order of its fetches, which all ranks share, and in a process group for g
 issues meanwhile can come between them.
 
 With one rank there is no order to keep. On the processor each unit is then there when it is read. Beside a device its copy is
-issued as a gather is: as soon as it is read and the device has room. With several ranks on a GPU a gather is issued when its
-unit is used: the GPU is then still busy with what the host issued before.
+issued as a gather is: as soon as it is read and the device has room.
+
+[Note: gathers ahead of reductions] With several ranks beside a device gathers and reductions share a process group, whose
+collectives run in the order in which the host issues them. When shards come must not decide that order: it differs from rank to
+rank. So a gather is issued at events of the schedule alone. In the forward, that is where its unit is first used: the device is
+then still busy with what the host issued before. In the backward, it is ahead of the reduction of the unit before. An example:
+the gather of layer 2, then the reduction of layer 3, then the backward of layer 2. The gather is under way in the backward of
+layer 3, and the reduction in that of layer 2. The other way round the backward of layer 2 would wait for both. The host waits
+for the shards of layer 2 ahead of the reduction, and not behind it.
 """
 
 from __future__ import annotations
@@ -19,6 +26,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
+
+from ds_vertical.io.ticket import Ticket
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,24 +38,26 @@ class UnitGather:
     """The gather of one unit.
 
     `issue` waits for the rank's shards, starts the collective, and returns a function that waits for the collective's end.
-    `is_ready` says whether the shards have come. `wait` is what `issue` has returned; None until then.
+    `is_ready` says whether the shards have come. `what`: for traces. `wait` is what `issue` has returned; None until then.
     """
 
     issue: Callable[[], Callable[[], None]]
     is_ready: Callable[[], bool]
+    what: str = "gather"
     wait: Callable[[], None] | None = None
 
 
 class GatherQueue:
     """See [Note: gathers in flight]. `in_order`: there are several ranks. `early`: a gather may be issued before its unit is
-    used.
+    used. `leads`: one is issued ahead of each reduction, see [Note: gathers ahead of reductions].
 
     `num_issued`: gathers that this rank has issued so far, complete or not. The other ranks can complete those without it.
     """
 
-    def __init__(self, in_order: bool, early: bool) -> None:
+    def __init__(self, in_order: bool, early: bool, leads: bool = False) -> None:
         self._in_order = in_order
         self._early = early
+        self.leads = leads
         self._next: deque[UnitGather] = deque()
         self._in_flight: list[UnitGather] = []
         self._is_issuing = False
@@ -60,6 +71,15 @@ class GatherQueue:
         """Issue the gathers at the front of the queue whose shards have come. Raises what their reads have failed with."""
         while self._early and self._next and self._next[0].is_ready():
             self._issue_one(self._next[0])
+
+    def lead(self) -> Ticket | None:
+        """A reduction is about to be issued: what waits for the shards of the unit that is used next, and issues its gather.
+        None where gathers do not lead, or where no unit has been fetched that is not on its way. The wait raises what reads
+        have failed with."""
+        if not (self.leads and self._next):
+            return None
+        first = self._next[0]
+        return Ticket(first.what, lambda: self._issue_one(first))
 
     def beside(self, work: Callable[[T], R]) -> Callable[[T], R]:
         """A function that first issues the gathers whose shards have come, and then does `work` while they are under way."""

@@ -434,6 +434,11 @@ class OtherRanks:
         return self._params.gathers.num_issued
 
     @property
+    def gathers_lead(self) -> bool:
+        """Whether ranks issue the gather of the unit that is used next ahead of each reduction."""
+        return self._params.gathers.leads
+
+    @property
     def num_reductions(self) -> int:
         """Reductions of gradients that this rank has taken part in."""
         return self._optimizer.driver.num_reductions

@@ -188,7 +188,7 @@ class ScheduleRunner:
     ) -> None:
         executor = Executor(
             {op: self.params.gathers.beside(handler) for op, handler in handlers.items()},
-            before={} if optimizer is None else {Op.NORM: optimizer.early_writes},
+            before={} if optimizer is None else {Op.NORM: optimizer.early_writes, Op.REDUCE: self.params.gathers.lead},
             overlap=self.overlap,
             held_bytes=partial(self._held_bytes, gradients),
             counters=memory_bytes,

@@ -87,7 +87,9 @@ class ParamStore:
             settings.levels.beside.carry, self._landing.in_line = self._landing.carry, True
         self._in_flight = settings.group is not None and settings.device.type == "cpu"
         early = settings.overlap and (self._in_flight or self._landing.is_copy)
-        self.gathers = GatherQueue(in_order=settings.group is not None, early=early)
+        several = settings.group is not None
+        leads = settings.overlap and several and not self._in_flight and settings.levels is None
+        self.gathers = GatherQueue(in_order=several, early=early, leads=leads)
         self._closed = False
 
     @property
@@ -112,6 +114,7 @@ class ParamStore:
         resident.gather = gather = UnitGather(
             lambda: self._gather(unit, shards, step, arrival),
             lambda: (step is None or step.is_over) and resident.is_read and self._landing.has_room(self._resident),
+            f"fetch {unit}",
         )
         self._resident[unit] = resident
 
@@ -122,7 +125,7 @@ class ParamStore:
                 zero_params.gather(left)
                 resident.gathered += left
 
-        ticket = Ticket(f"fetch {unit}", arrive, sum(s.num_bytes for s in missing))
+        ticket = Ticket(gather.what, arrive, sum(s.num_bytes for s in missing))
         if buffer is not None:
             self._read(unit, missing, buffer)
         self.gathers.add(gather)

@@ -18,6 +18,7 @@ from ds_vertical.schedule.levels import Arrival
 from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
 
 NUM_LAYERS = 3
+LEADING = [(None, window, True) for window in (0, 1, 2)]  # one level, layers ahead, gathers ahead of reductions
 
 
 class Fault(Exception):
@@ -68,6 +69,7 @@ class Ranks:
             self.done.append(f"step {unit}")
             return step_unit(unit)
 
+        self.gathers_lead = training.params.gathers.leads
         params.copies, optimizer.is_left = self, self.is_left
         params.issue, optimizer.reduce_unit, optimizer.open_step = issuing, reducing, deciding
         optimizer.step_unit = stepping
@@ -121,10 +123,11 @@ class Ranks:
             raise error
 
 
-def trained(schedule: Schedule, overlap: bool, fails_at: tuple[str, int] = ("", 0), early: bool | None = None) -> Ranks:
+def trained(schedule: Schedule, overlap: bool, fails_at: tuple[str, int] = ("", 0), leads: bool | None = None) -> Ranks:
+    """`leads`: beside a device, where no gather is issued before its unit is used, but for those ahead of reductions."""
     training = ToyTraining(toy_model(NUM_LAYERS), overlap)
-    if early is not None:
-        training.params.gathers = GatherQueue(in_order=True, early=early)
+    if leads is not None:
+        training.params.gathers = GatherQueue(in_order=True, early=False, leads=leads)
     ranks = Ranks(training, fails_at)
     if any(event.op is Op.MAKE for event in schedule.events):
         half: Any = training.optimizer  # with nothing due of a step before, and nothing left: see `acco.halves`
@@ -173,14 +176,30 @@ def test_a_step_that_fails_anywhere_leaves_nobody_alone(overlap: bool, order: st
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("share", [None, 0.0, 1.0])
-def test_beside_a_device_the_ranks_do_everything_in_one_order(overlap: bool, share: float | None) -> None:
-    """Of a rank that fails, too: its gathers, reductions and votes are in one line there, in the stream that computes."""
-    schedule = build_training(TrainingStep(NUM_LAYERS, 2, copy_share=share))
-    expected = trained(schedule, overlap, early=False)
+@pytest.mark.parametrize(("share", "window", "leads"), [(None, 1, False), (0.0, 1, False), (1.0, 1, False), *LEADING])
+def test_beside_a_device_the_ranks_do_everything_in_one_order(
+    overlap: bool, share: float | None, window: int, leads: bool
+) -> None:
+    """Of a rank that fails, too: its gathers, reductions and votes are in one line there."""
+    schedule = build_training(TrainingStep(NUM_LAYERS, 2, copy_share=share, window=window, reduces_beside=leads))
+    expected = trained(schedule, overlap, leads=leads)
     for what, word in {"gather": "gather", "reduce": "reduce", "hold": "reduce", "release": "vote"}.items():
         for at in range(sum(each.startswith(word) for each in expected.done)):
-            assert trained(schedule, overlap, (what, at), early=False).in_line == expected.in_line, (what, at)
+            assert trained(schedule, overlap, (what, at), leads=leads).in_line == expected.in_line, (what, at)
+
+
+@pytest.mark.parametrize("order", ["vertical", "horizontal"])
+def test_where_gathers_lead_each_reduction_comes_behind_the_gather_of_the_next_unit(order: str) -> None:
+    """A layer that is still there from the forward needs none, and no layer is ahead with a window of 0."""
+
+    def backward(window: int, leads: bool) -> list[str]:
+        schedule = build_training(TrainingStep(NUM_LAYERS, 2, order, window=window, reduces_beside=True))
+        done = trained(schedule, True, leads=leads).in_line
+        return [each for each in done[done.index("reduce 2") : done.index("reduce 0")] if each != "vote"]
+
+    assert backward(1, leads=True) == ["reduce 2", "gather 0", "reduce 1"]
+    assert backward(1, leads=False) == ["reduce 2", "reduce 1", "gather 0"]
+    assert backward(0, leads=True) == ["reduce 2", "gather 1", "reduce 1", "gather 0"]
 
 
 class HopFault(Fault):
@@ -239,6 +258,28 @@ def test_where_the_others_leave_a_step_the_one_that_failed_leaves_it_too(overlap
         assert expected[1].count("vote") == leaves_at + 1 and expected[1][-1] == "vote"
         for at in range(leaves_at or 1):
             assert left(("gather", at), leaves_at) == left(("release", at), leaves_at) == expected
+
+
+def test_where_gathers_lead_all_leave_a_step_in_one_order() -> None:
+    """Also a rank that has failed ahead of the vote, in a gather that leads or in the reduction behind it."""
+    schedule = build_training(TrainingStep(NUM_LAYERS, 2, window=2, reduces_beside=True))
+
+    def left(fails_at: tuple[str, int], leaves_at: int) -> list[str]:
+        training = ToyTraining(toy_model(NUM_LAYERS))
+        training.params.gathers = GatherQueue(in_order=True, early=False, leads=True)
+        ranks = Ranks(training, fails_at)
+        ranks.leaves_at = leaves_at
+        with pytest.raises(Fault if fails_at[0] else StepLeft):
+            training.step(schedule, [partial(training.model, each) for each in toy_inputs(2)], 1)
+        return ranks.in_line
+
+    for leaves_at in range(NUM_LAYERS):
+        expected = left(("", 0), leaves_at)
+        assert expected.count("vote") == leaves_at + 1
+        for what, word in (("gather", "gather"), ("reduce", "reduce"), ("hold", "reduce")):
+            last = len(expected) - 1 - expected[::-1].index("vote")  # what comes behind it all issue as they leave
+            for at in range(sum(each.startswith(word) for each in expected[:last])):
+                assert left((what, at), leaves_at) == expected, (leaves_at, what, at)
 
 
 class Missing(Ranks):

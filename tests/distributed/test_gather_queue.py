@@ -66,6 +66,34 @@ def test_without_overlap_and_with_one_rank_nothing_is_issued_ahead_of_its_use() 
         assert log == expected
 
 
+def test_where_gathers_lead_one_is_issued_ahead_of_each_reduction_whether_or_not_its_shards_have_come() -> None:
+    """When they come differs from rank to rank."""
+    for is_there in (True, False):
+        log: list[str] = []
+        queue = GatherQueue(in_order=True, early=False, leads=True)
+        a, b = fetched(queue, "ab", log)
+        a.is_there = b.is_there = is_there
+        queue.advance()
+        assert log == []
+        first = queue.lead()
+        assert first is not None and log == []
+        first.wait()
+        assert log == ["issue a"]
+        queue.complete(a.gather)
+        second = queue.lead()
+        assert second is not None
+        second.wait()
+        assert log == ["issue a", "wait a", "issue b"] and queue.num_issued == 2
+        assert queue.lead() is None
+
+
+def test_where_gathers_do_not_lead_none_is_issued_ahead_of_a_reduction() -> None:
+    log: list[str] = []
+    queue = GatherQueue(in_order=True, early=False)
+    fetched(queue, "a", log)
+    assert queue.lead() is None and log == []
+
+
 def test_ranks_that_leave_have_issued_the_same() -> None:
     log: list[str] = []
     queue = GatherQueue(in_order=True, early=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed.accelerator
 import late_device
@@ -142,12 +144,58 @@ class LateAccelerator(CPU_Accelerator):
         return [torch.float32, torch.bfloat16, torch.float16]
 
 
+@dataclass(frozen=True)
+class LateWork:
+    """A collective that was given to its group's stream. `point`: in that stream, behind it. `over`: the event there; None: it
+    was of host memory, and is over."""
+
+    name: str
+    point: tuple[int, int]
+    over: torch.Event | None
+
+    def wait(self, *_: object, **__: object) -> bool:
+        """Have the stream that is current here go on behind it."""
+        if self.over is not None:
+            self.over.wait(torch.accelerator.current_stream())
+        return True
+
+    def is_completed(self) -> bool:
+        """Kernels compute at once."""
+        return True
+
+
 class LateGroup(dist.ProcessGroup):
-    """Gloo over the device's memory: a collective is a kernel of the stream that is current when it is called."""
+    """Gloo over the device's memory. As with NCCL a group has a stream of its own: a collective is a kernel of it, behind what
+    the stream has been given that is current when it is called. Who waits for it has the current stream go on behind it.
+
+    `works`: the collectives of all groups since somebody has emptied the list.
+    """
+
+    works: ClassVar[list[LateWork]] = []
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        self._stream: torch.Stream | None = None
+
+    def run(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> LateWork:
+        """Issue one of gloo's collectives."""
+        tensors = list(_late_tensors(args))
+        if not tensors:
+            getattr(self._gloo, name)(*args, **kwargs).wait()
+            return LateWork(name, (0, 0), None)
+        if self._stream is None:
+            self._stream = torch.Stream(tensors[0].device)
+        self._stream.wait_stream(torch.accelerator.current_stream())
+        with self._stream:
+            getattr(self._gloo, name)(*map(_over_host_memory, args), **kwargs).wait()
+            over = torch.Event(self._stream.device)
+            over.record(self._stream)
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+        work = LateWork(name, late_device.library().point(self._stream.stream_id, self._stream.device_index), over)
+        self.works.append(work)
+        return work
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
@@ -169,13 +217,21 @@ def _over_host_memory(value: Any) -> Any:
     return [_over_host_memory(each) for each in value] if isinstance(value, list) else value
 
 
-def _passing(name: str) -> Any:
-    def call(self: LateGroup, *args: Any, **kwargs: Any) -> Any:
-        work = getattr(self._gloo, name)(*map(_over_host_memory, args), **kwargs)
-        work.wait()
-        return work
+def _late_tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield from [value] if value.device.type == late_device.NAME else []
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _late_tensors(each)
 
-    return call
+
+def _passing(name: str) -> Any:
+    return lambda self, *args, **kwargs: self.run(name, args, kwargs)
+
+
+def beside() -> list[str]:
+    """The collectives of `LateGroup.works` that what the current stream is given next does not wait for."""
+    return [work.name for work in LateGroup.works if not late_device.library().is_behind(*work.point)]
 
 
 # torch's name of a collective, where it differs from gloo's

@@ -51,6 +51,29 @@ class FailingBlock(MixerBlock):
         return result
 
 
+# A LookingBlock's number, and the collectives that are under way when its backward begins. Sorted by micro-batches.
+BESIDE: list[tuple[int, list[str]]] = []
+
+
+class LookingBlock(FailingBlock):
+    """Its backward looks around."""
+
+    number: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = super().forward(x)
+        if result.requires_grad:
+            result.register_hook(partial(look_around, self.number))
+        return result
+
+
+def look_around(number: int, grad: torch.Tensor) -> None:
+    if grad.device.type == "late":
+        import late_accelerator
+
+        BESIDE.append((number, late_accelerator.beside()))
+
+
 class Failure(Exception):
     """As users' code may raise it."""
 
@@ -59,10 +82,11 @@ def fail(_: torch.Tensor) -> None:
     raise Failure
 
 
-def build_model() -> MixerModel:
+def build_model(block_class: type[MixerBlock] = FailingBlock) -> MixerModel:
     model = MixerModel(NUM_LAYERS, WIDTH, dropout=0.1)
-    for block in model.blocks:
-        block.__class__ = FailingBlock
+    for number, block in enumerate(model.blocks):
+        block.__class__ = block_class
+        block.number = number
     return model
 
 
@@ -309,7 +333,22 @@ ON_LEVELS = {
     "fp32, levels, rank 0 fails alone": replace(_levels("fp32", 1.0), between=fail_alone),
 }
 STANDS = [name for name in ON_LEVELS if "copies on the device" in name]
-ON_RANKS = {LISTENING: replace(_case("bf16", 1.0), listens=True), FLAT: _case("fp32", 1.0), **ON_LEVELS}
+_LOOKING = partial(build_model, LookingBlock)
+ONE_LEVEL = {
+    "bf16, one level, with other calls": replace(_case("bf16", 1.0), between=use_engine),
+    "fp32, one level, rank 0 fails alone": replace(_case("fp32", 1.0), between=fail_alone),
+    "bf16, one level, two layers ahead": replace(_case("bf16", 0.0, {"prefetch_layers": 2}), records=True),
+    "bf16, one level, no layer ahead": _case("bf16", 1.0, {"prefetch_layers": 0}),
+    "bf16, one level, late steps": _case("bf16", 0.0, {"optimizer_delay": 0.5}),
+    "bf16, one level, parameters on the device": _case("bf16", 1.0, params="none", optimizer="cpu"),
+    "bf16, one level, nothing beside anything": _case("bf16", 1.0, {"overlap": False}),
+}
+ON_RANKS = {
+    LISTENING: replace(_case("bf16", 1.0), listens=True, build=_LOOKING),
+    FLAT: _case("fp32", 1.0),
+    **ONE_LEVEL,
+    **ON_LEVELS,
+}
 
 
 @dataclass
@@ -317,7 +356,8 @@ class Outcome:
     """What training has given; on the late device also the host's waits of each step, what was wrong, bytes of host memory
     that are still registered with the device once the engine is gone; bytes of the device that the budget has for the training,
     and that it has taken at most. `lanes`: the threads that issue collectives over levels; `hops`: the levels over which they
-    go."""
+    go. `beside`: of the last step, for each backward of a LookingBlock and a micro-batch, the collectives that are
+    under way when it begins."""
 
     run: harness.Run | None = None
     waits: list[Counter[Any]] = field(default_factory=list)
@@ -327,6 +367,7 @@ class Outcome:
     peak: int = -1
     lanes: list[str] = field(default_factory=list)
     hops: list[str] = field(default_factory=list)
+    beside: list[tuple[int, list[str]]] = field(default_factory=list)
     error: str | None = None
 
 
@@ -401,16 +442,20 @@ def hops(engine: Any) -> list[str]:
 
 
 def outcome(case: Case, folder: Path) -> Outcome:
+    import late_accelerator
     import late_device
 
     found = Outcome()
 
     @contextmanager
     def watch() -> Iterator[None]:
+        BESIDE.clear()
+        late_accelerator.LateGroup.works.clear()
         torch.accelerator.reset_peak_memory_stats()
         with late_device.waits() as waits:
             yield
         found.waits.append(waits)
+        found.beside = list(BESIDE)
         found.peak = max(found.peak, torch.accelerator.memory_stats()["active_bytes.all.peak"] - before)
 
     def look(engine: Any, model: nn.Module, config: dict[str, Any]) -> None:

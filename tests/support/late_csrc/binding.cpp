@@ -85,6 +85,22 @@ bool unregister_host(uintptr_t address)
     return true;
 }
 
+std::pair<size_t, int64_t> point(int64_t stream_id, int device)
+{
+    auto& world = World::get();
+    Guard guard(world.lock);
+    const auto number = stream_id == 0 ? static_cast<size_t>(device) : static_cast<size_t>(stream_id);
+    return {number, static_cast<int64_t>(world.streams[number]->issued)};
+}
+
+bool is_behind(size_t stream, int64_t time)
+{
+    auto& world = World::get();
+    Guard guard(world.lock);
+    const auto& current = *world.streams[late::current_stream(late::current_device())];
+    return current.clock.of(stream) >= static_cast<late::Time>(time);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
@@ -103,6 +119,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
     m.def("set_on_wait", &set_on_wait);
     m.def("set_capacity", &set_capacity);
     m.def("page_locked_bytes", &page_locked_bytes);  // that others have registered; that torch has allocated
+    m.def("point", &point);  // how far a stream's work goes by now: its number, and a time
+    m.def("is_behind", &is_behind);  // whether such a point is ahead of all that the current stream is given from now on
     m.def("register_host", &register_host);
     m.def("unregister_host", &unregister_host);
 }
