@@ -66,7 +66,7 @@ def test_the_host_waits_a_few_times_a_step_and_for_no_fetch_nor_micro_batch(late
     for wait, count in waits.items():
         by_site[wait.site] += count
     assert by_site.pop("snapshot.py:changed", 0) == (2 if name == BUFFERED else 0)  # whether any buffer was written
-    assert by_site.pop("zero_optimizer.py:group_norms") <= 3
+    assert by_site.pop("zero_optimizer.py:group_norms") == 1
     assert by_site.pop("zero_optimizer.py:open_step") == 1
     known = {"streams.py:wait", "streams.py:mark", "grad_store.py:wait", "buffers.py:take", "param_shards.py:wait_copies"}
     assert set(by_site) <= known, by_site
