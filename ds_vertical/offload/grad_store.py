@@ -218,7 +218,7 @@ class HeldGradients:
         return whole is not None and whole.num_users > 0
 
     def _memories(self, parts: Sequence[Part]) -> dict[Part, _Memory]:
-        """Memory for these parts, each given back by itself. What is new of it is one piece: a device's driver locks it once."""
+        """Memory for these parts, each given back by itself. New memory is one piece, which a driver locks once."""
         tensors = self._reserve.take_all([aligned_numel(part) for part in parts])
         return {part: _Memory(each, self._reserve.put_back, 1) for part, each in zip(parts, tensors, strict=True)}
 

@@ -107,7 +107,8 @@ def test_shards_latencies_casts_and_one_memory() -> None:
     assert seconds("0FETCH", slow) == pytest.approx({"ssd_read": 2.5, "copy_in": 0.75})
     assert seconds("0F0", slow) == pytest.approx({"compute": 1.125})
     assert (MACHINE.schedule_forward_s, MACHINE.schedule_backward_s) == (0.0006, 0.0009)  # as measured, where none are given
-    launched = replace(MACHINE, launch_s=1.5, schedule_forward_s=0.0, schedule_backward_s=0.0)  # a device beside the host waits for the host where that takes longer
+    # a device beside the host waits for the host where that takes longer
+    launched = replace(MACHINE, launch_s=1.5, schedule_forward_s=0.0, schedule_backward_s=0.0)
     forward_s, backward_s = (seconds(event)["compute"] for event in ("0F0", "0B0"))
     assert seconds("0F0", launched) == pytest.approx({"compute": 1.5}) and forward_s < 1.5
     assert seconds("0B0", launched)["compute"] == pytest.approx(max(4.5, backward_s))
