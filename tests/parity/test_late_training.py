@@ -33,7 +33,7 @@ ALL = [pytest.param(name, marks=() if case.fast else pytest.mark.slow) for name,
 def train_late(folder: Path, names: Collection[str]) -> dict[str, Outcome]:
     """Each case, one after the other in one process whose accelerator the late device is."""
     command = [sys.executable, str(SUPPORT / "late_worker.py"), str(folder), "late", *names]
-    done = forks.run(folder, command, os.environ | {"OMP_NUM_THREADS": "1"}, timeout=250, engine=True)
+    done = forks.run(folder, command, os.environ | {"OMP_NUM_THREADS": "1"}, timeout=280, engine=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return {name: torch.load(folder / f"{name}.pt", weights_only=False) for name in names}
 
