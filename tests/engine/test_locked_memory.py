@@ -48,14 +48,14 @@ def test_a_limit_below_what_deepspeed_locks_is_refused_and_the_one_that_is_advis
 
 @pytest.mark.slow
 def test_the_size_of_sub_groups_that_is_advised_fits(tmp_path: Path) -> None:
-    """Into a limit with room for two matrices of a sub-group, where the JSON asks for three."""
-    limit = 9 * MIB
+    """Into a limit with room for one matrix in a sub-group, where the JSON asks for three."""
+    limit = 7 * MIB
     word, told, *_ = limited(tmp_path, limit, sub_group_size=700_001)
     found = re.search(r"write smaller ones there \(zero_optimization.sub_group_size: (\d+) fits\),", told)
     assert word == "refused" and found is not None, told
     word, told, most, left = limited(tmp_path, limit, sub_group_size=int(found[1]))
     assert (word, left) == ("trained", 0), told
-    assert 0.8 * limit <= most <= limit
+    assert 4 * MIB <= most <= limit
 
 
 @pytest.mark.slow
