@@ -197,7 +197,7 @@ class HeldGradients:
         if flat is not None and _lie_in(flat, sums.shares, [size for index in indices for size in self._chunks[index].sizes]):
             whole = _Memory(flat, sums.give_back)
         in_place = {part for part in uses if whole is not None and (all_wait or uses[part] == {"early step"})}
-        for part, memory in self._memories([part for part in uses if part not in in_place]).items():
+        for part, memory in _memories([part for part in uses if part not in in_place], self._reserve).items():
             held.parts[part] = _Held(memory.tensor.narrow(0, 0, part.numel), memory, uses[part])
         start, left = 0, iter(sums.shares)
         for index in indices:
@@ -216,11 +216,6 @@ class HeldGradients:
             part.copied = copied
         next(left, None)  # what gives the shares comes to its end
         return whole is not None and whole.num_users > 0
-
-    def _memories(self, parts: Sequence[Part]) -> dict[Part, _Memory]:
-        """Memory for these parts, each given back by itself. New memory is one piece, which a driver locks once."""
-        tensors = self._reserve.take_all([aligned_numel(part) for part in parts])
-        return {part: _Memory(each, self._reserve.put_back, 1) for part, each in zip(parts, tensors, strict=True)}
 
     def write(self, unit: Unit) -> Ticket | None:
         """Start writing what of a unit waits on SSD; the ticket's wait gives its memory back. Raises DiskError there. What is
@@ -365,6 +360,12 @@ def _fill(
                 data.narrow(0, filled - part.start, last - filled).zero_()
         del share  # ahead of the next one, whose reduction may need the memory
         start += size
+
+
+def _memories(parts: Sequence[Part], reserve: Reserve) -> dict[Part, _Memory]:
+    """Memory for these parts, each given back by itself. New memory is one piece, which a driver locks once."""
+    tensors = reserve.take_all([aligned_numel(part) for part in parts])
+    return {part: _Memory(each, reserve.put_back, 1) for part, each in zip(parts, tensors, strict=True)}
 
 
 def _page_locked(numel: int) -> torch.Tensor:
