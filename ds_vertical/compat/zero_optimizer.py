@@ -95,8 +95,8 @@ def group_norms(optimizer: DeepSpeedZeroOptimizer_Stage3, groups: Sequence[Seque
     totals = torch.zeros(2 * dist.get_world_size(group), len(groups), dtype=torch.float32, device=device)
     if any(norms):
         # where they are, one after the other as stock adds them: the host waits for the roots alone
-        squares = (torch.stack([norm for members in norms for norm in members]) ** 2).split([*map(len, norms)])
-        totals[0] = sum(torch.nn.utils.rnn.pad_sequence(squares).unbind())
+        squares = torch.stack([norm for members in norms for norm in members]) ** 2
+        totals[0] = sum(torch.nn.utils.rnn.pad_sequence([*squares.split([*map(len, norms)])]).unbind())
     dist.all_reduce(totals, op=dist.ReduceOp.SUM, group=group)
     roots = torch.stack([total**0.5 for total in totals[0]]).cpu()  # one by one: torch's root of several may be another
     mask_nan_or_inf_with_val_inplace(roots, device=roots.device)
