@@ -40,7 +40,9 @@ since 03:00, and CPU Adam takes its measured share of the cores since 04:25.
 
 [stock_best.md](stock_best.md) says how the best stock settings were found.
 
-`gpu/` has what was measured on a GPU: one pair of steps so far, which is in no table here.
+`gpu/` has what was measured on a GPU, which is in no table here: three pairs of steps, and CPU Adam
+beside a busy core. `scripts/gpu_check.sh` records with `gpu_record.py`, which adds the GPU's
+utilisation and the peak over the device's budget; no record has these yet.
 [docs/devices.md](../docs/devices.md#what-has-run-on-a-gpu) says what it shows.
 
 `python benchmarks/kept.py --rounds 1 --turns 3` measures what it gains that forwards keep what

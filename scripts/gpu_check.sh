@@ -2,9 +2,9 @@
 # What a machine with an NVIDIA GPU is to show, in stages of at most 10 minutes each; a bare one without network will do.
 #   bash scripts/gpu_check.sh --stage tests|debug|ab4|ab16 [--wheels DIR] [--out DIR] [--print] [--dry-run]
 # tests: the tests marked gpu, under torch's CUDA sanitizer. debug: a step in which each wait for the device is named by its
-# line. ab4, ab16: a Llama against stock at 2048 tokens and 4 or 16 micro-batches, with the GPU's utilisation beside it; the
-# result goes to benchmarks/gpu. --wheels: install the *.whl of DIR first, from nowhere else. --print: only say what would run.
-# --dry-run: the same commands with a small model on the CPU.
+# line. ab4, ab16: a Llama against stock at 2048 tokens and 4 or 16 micro-batches; the result goes to benchmarks/gpu, with the
+# GPU's utilisation and its peak over the budget. --wheels: install the *.whl of DIR first, from nowhere else. --print: only say what would run.
+# --dry-run: the same commands with a small model on the CPU; the result goes to OUT/record.json.
 # PYTHON=... chooses the interpreter, which has torch (.venv's, where there is one); LIMIT_S=... other seconds for a stage.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -87,7 +87,8 @@ compare() { # micro-batches, steps, layers, width, inner width, heads
         config=configs/gpt_13m_cpu.json steps=2
         settings=(gradient_accumulation_steps="$1" gradient_clipping=0.0 'vertical_schedule.on_nonfinite="stop"')
         script=(scripts/train.py --deterministic --model gpt_13m --seq 8)
-    elif [ -z "$prints" ]; then
+    fi
+    if [ -z "$prints" ] && command -v nvidia-smi >/dev/null; then
         nvidia-smi --query-gpu=timestamp,utilization.gpu,memory.used --format=csv -l 1 >"$out/usage.csv" &
         usage=$!
     fi
@@ -95,7 +96,10 @@ compare() { # micro-batches, steps, layers, width, inner width, heads
     for each in "${settings[@]}"; do sets+=(--set "$each"); done
     run "$python" -m ds_vertical.cli.main ab --config "$config" "${sets[@]}" --steps "$steps" --no-bound --out "$out/ab" \
         -- "${script[@]}"
-    [ -n "$dry" ] || run "$python" benchmarks/portable.py "$out/ab/ab.json" "benchmarks/gpu/${stage}_$(date +%F).json"
+    local target
+    target=benchmarks/gpu/${stage}_$(date +%F).json
+    [ -z "$dry" ] || target=$out/record.json
+    run "$python" benchmarks/gpu_record.py "$out/ab" "$out/usage.csv" "$target" # utilisation, and the peak over the budget
 }
 
 case $stage in

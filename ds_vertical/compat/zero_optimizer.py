@@ -90,14 +90,13 @@ def group_norms(optimizer: DeepSpeedZeroOptimizer_Stage3, groups: Sequence[Seque
     """
     known = optimizer.norm_for_param_grads
     ids = [[optimizer.get_param_id(param) for param in params] for params in groups]
-    norms = [known[each] for members in ids for each in members if known.get(each) is not None]
-    on_host = iter(torch.stack(norms).cpu() if norms else ())  # in one copy: for each number the host would wait
-    squares = [
-        float(sum((next(on_host) ** 2 for each in members if known.get(each) is not None), start=0.0)) for members in ids
-    ]
+    norms = [[norm for each in members if (norm := known.get(each)) is not None] for members in ids]
     group, device = optimizer._get_param_partition_group(groups[0][0]), device_name()
     totals = torch.zeros(2 * dist.get_world_size(group), len(groups), dtype=torch.float32, device=device)
-    totals[0] = torch.tensor(squares, dtype=torch.float32)
+    if any(norms):
+        # where they are, one after the other as stock adds them: the host waits for the roots alone
+        squares = torch.stack([norm for members in norms for norm in members]) ** 2
+        totals[0] = sum(torch.nn.utils.rnn.pad_sequence([*squares.split([*map(len, norms)])]).unbind())
     dist.all_reduce(totals, op=dist.ReduceOp.SUM, group=group)
     roots = torch.stack([total**0.5 for total in totals[0]]).cpu()  # one by one: torch's root of several may be another
     mask_nan_or_inf_with_val_inplace(roots, device=roots.device)

@@ -8,10 +8,12 @@ All ranks decide together: another schedule on one rank would leave the others i
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +39,7 @@ _STOCK_FILES: Final = 8  # that DeepSpeed's optimizer swapper has open at a time
 _STOCK_HANDLES: Final = 2  # of asynchronous I/O, which it makes after this check
 _STRIPED_QUEUES: Final = 2  # of ours, through which DeepSpeed's swappers move files that lie on several SSDs
 _READ_PER_PART: Final = 4  # master, moments, gradient
+_SUB_GROUP: Final = "zero_optimization.sub_group_size"
 _AIO: Final = Path("/proc/sys/fs")
 
 
@@ -117,20 +120,26 @@ def check_locked(forecast: Forecast, config: dict[str, object]) -> None:
     on any device, then ours in their place, which a device's driver may lock."""
     items = memory_budget.budget(forecast.shape, forecast.terms)
     ours = sum(item.num_bytes for item in items if item.what in ("parameter buffers", "optimizer slots"))
-    fault = _lock_fault(ours if pinned_memory.counts_as_locked() else 0, _locked_by_stock(forecast, config))
+    stock = _locked_by_stock(forecast, config)
+    fault = _lock_fault(ours if pinned_memory.counts_as_locked() else 0, stock, partial(_largest_sub_group, forecast, config))
     faults = [found for found in ranks.all_gathered(fault) if found is not None]
     if faults:
         raise MemoryBudgetError(fault or faults[0])
 
 
-def _lock_fault(ours: int, stock: Mapping[str, int]) -> str | None:
+def _lock_fault(ours: int, stock: Mapping[str, int], fitting: Callable[[int], int]) -> str | None:
+    """What to say on this rank. `fitting`: the sub_group_size whose buffers fit into so many bytes."""
     needed, lockable = max(ours, sum(stock.values())), host.lockable_bytes()
     if lockable is None or needed <= lockable:
         return None
     told, smaller = "", ","
     if needed > ours:
         told = f" for DeepSpeed's buffers ({', '.join(f'{what}: {size}' for what, size in stock.items() if size)})"
-        smaller = ", write smaller ones there,"
+        fits = fitting(lockable - (sum(stock.values()) - stock.get(_SUB_GROUP, 0)))
+        if fits > 0:
+            smaller = f", write smaller ones there ({_SUB_GROUP}: {fits} fits),"
+        elif stock.keys() != {_SUB_GROUP}:  # with one parameter a sub-group is too large
+            smaller = ", write smaller ones there,"
     return (
         f"locked memory: needs {needed} bytes{told}, {lockable} are allowed; raise the limit"
         f" (ulimit -l {host.limit_to_lock(needed)}){smaller} or run as a user who may lock any amount (CAP_IPC_LOCK)"
@@ -151,10 +160,22 @@ def _locked_by_stock(forecast: Forecast, config: dict[str, object]) -> dict[str,
     state = swap_buffers.aligned_bytes([largest.numel * FP32_BYTES], json.alignment_bytes)
     whole = [zero_params.full_numel(param) * forecast.shape.param_bytes for param in largest.params]
     stepped = swap_buffers.aligned_bytes(whole, json.alignment_bytes)
-    found["zero_optimization.sub_group_size"] = memory_budget.STOCK_BUFFERS * state * json.state_in_files + stepped * any(
+    found[_SUB_GROUP] = memory_budget.STOCK_BUFFERS * state * json.state_in_files + stepped * any(
         chunk.params_in_files for chunk in chunks
     )
     return found
+
+
+def _largest_sub_group(forecast: Forecast, config: dict[str, object], room: int) -> int:
+    """A sub_group_size with which what DeepSpeed locks for a chunk fits into `room` bytes; 0 or less where none does. A chunk
+    ends with the parameter that makes it as large as that."""
+    json, chunks = stock_config.OffloadSettings.read(config), forecast.chunks
+    each = memory_budget.STOCK_BUFFERS * FP32_BYTES * json.state_in_files
+    each += forecast.shape.param_bytes * any(chunk.params_in_files for chunk in chunks)
+    most = max((len(chunk.params) for chunk in chunks), default=0)
+    rounded = (memory_budget.STOCK_BUFFERS + most) * json.alignment_bytes + (memory_budget.STOCK_BUFFERS + 1) * mmap.PAGESIZE
+    largest = max((zero_params.full_numel(param) for chunk in chunks for param in chunk.params), default=0)
+    return (room - rounded) // each - largest + 1 if each else 0
 
 
 # ---- disk

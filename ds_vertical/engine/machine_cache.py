@@ -47,8 +47,10 @@ def disks_of(folders: Sequence[str | os.PathLike[str]]) -> tuple[int, ...]:
 
 
 def report_path(folder: str | os.PathLike[str]) -> Path:
-    """Where the report for the disk of `folder` (see `file_system_of`) is kept."""
-    accelerator = os.environ.get("DS_ACCELERATOR") or ("cuda" if Path("/dev/nvidia0").exists() else "cpu")
+    """Where the report for the disk of `folder` (see `file_system_of`) is kept: by what the kernel shows of devices, which
+    spares the import of torch."""
+    has_gpu = any(Path(node).exists() for node in ("/dev/nvidia0", "/dev/kfd"))  # the latter: AMD's, which torch calls cuda
+    accelerator = os.environ.get("DS_ACCELERATOR") or ("cuda" if has_gpu else "cpu")
     return _place_of(platform.node(), os.cpu_count(), _processor(), _memory_total(), accelerator, file_system_of(folder))
 
 

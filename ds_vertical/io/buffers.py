@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -140,16 +140,29 @@ class Reserve:
 
     def take(self, numel: int) -> torch.Tensor:
         """A tensor of `numel` elements or somewhat more, contents undefined."""
+        return self.take_all([numel])[0]
+
+    def take_all(self, numels: Sequence[int]) -> list[torch.Tensor]:
+        """As `take`, a tensor for each. Those that have to be made are made in one piece, whose memory goes with the last."""
+        found: dict[int, torch.Tensor] = {}
         with self._lock:
-            fitting = [spare for spare in self._spare if numel <= spare.numel() <= 2 * numel]
-            if fitting:
-                found = min(fitting, key=torch.Tensor.numel)
-                self._spare = [spare for spare in self._spare if spare is not found]
-                return found
-        made = self._make(numel)
-        with self._lock:
-            self.num_bytes += made.numel() * made.element_size()
-        return made
+            for index, numel in enumerate(numels):
+                fitting = [spare for spare in self._spare if numel <= spare.numel() <= 2 * numel]
+                if fitting:
+                    found[index] = least = min(fitting, key=torch.Tensor.numel)
+                    self._spare = [spare for spare in self._spare if spare is not least]
+        missing = {index: numel for index, numel in enumerate(numels) if index not in found}
+        if missing:
+            try:
+                made = self._make(sum(missing.values()))
+            except BaseException:
+                for taken in found.values():
+                    self.put_back(taken)
+                raise
+            with self._lock:
+                self.num_bytes += made.numel() * made.element_size()
+            found.update(zip(missing, made.split(list(missing.values())), strict=True))
+        return [found[index] for index in range(len(numels))]
 
     def put_back(self, tensor: torch.Tensor) -> None:
         """The tensor's contents are wanted no longer. Twice is harmless as long as nobody took it between: an interrupt may

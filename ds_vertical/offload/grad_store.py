@@ -196,18 +196,19 @@ class HeldGradients:
         whole = None
         if flat is not None and _lie_in(flat, sums.shares, [size for index in indices for size in self._chunks[index].sizes]):
             whole = _Memory(flat, sums.give_back)
+        in_place = {part for part in uses if whole is not None and (all_wait or uses[part] == {"early step"})}
+        for part, memory in _memories([part for part in uses if part not in in_place], self._reserve).items():
+            held.parts[part] = _Held(memory.tensor.narrow(0, 0, part.numel), memory, uses[part])
         start, left = 0, iter(sums.shares)
         for index in indices:
             self._owner[index] = unit
             copies: dict[Part, torch.Tensor] = {}
             for part in (part for part, _ in _parts_of(self._chunks[index])):
-                if whole is not None and (all_wait or uses[part] == {"early step"}):
+                if whole is not None and part in in_place:
                     whole.num_users += 1
                     held.parts[part] = _Held(whole.tensor.narrow(0, start + part.start, part.numel), whole, uses[part])
                 else:
-                    memory = _Memory(self._reserve.take(aligned_numel(part)), self._reserve.put_back, 1)
-                    copies[part] = memory.tensor.narrow(0, 0, part.numel)
-                    held.parts[part] = _Held(copies[part], memory, uses[part])
+                    copies[part] = held.parts[part].data
             _fill(copies, self._chunks[index].sizes, left, self._outgoing)
             start += sum(self._chunks[index].sizes)
         copied = self._outgoing.mark()
@@ -359,6 +360,12 @@ def _fill(
                 data.narrow(0, filled - part.start, last - filled).zero_()
         del share  # ahead of the next one, whose reduction may need the memory
         start += size
+
+
+def _memories(parts: Sequence[Part], reserve: Reserve) -> dict[Part, _Memory]:
+    """Memory for these parts, each given back by itself. New memory is one piece, which a driver locks once."""
+    tensors = reserve.take_all([aligned_numel(part) for part in parts])
+    return {part: _Memory(each, reserve.put_back, 1) for part, each in zip(parts, tensors, strict=True)}
 
 
 def _page_locked(numel: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_vertical.planner.costs import Cost, Lane, Parts, Stage, event_costs
-from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.machine import LAUNCHES, Machine
 from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.dependencies import dependencies
 from ds_vertical.schedule.events import Event, Needs, Op, Schedule
@@ -59,7 +59,7 @@ def step_bound(
 ) -> Bound:
     """The bound of one step of the schedule. See [Note: bound]. Raises ScheduleError or CostsError as `simulate` does."""
     # without what an order and its code cost
-    machine = replace(machine, compute_latency_s=0.0, launch_s=0.0, copy_host_bytes_per_s=None)
+    machine = replace(machine, compute_latency_s=0.0, copy_host_bytes_per_s=None, **dict.fromkeys(LAUNCHES, 0.0))
     costs = event_costs(schedule.events, machine, shape, parts)
     needs = dependencies(schedule.events) if needs is None else needs
     before = _fetched_before(schedule.events, costs, needs)

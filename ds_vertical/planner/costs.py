@@ -157,11 +157,11 @@ class _Lanes:
             return ()
         return (Stage(lane, purpose, machine.copy_latency_s + num_bytes / rate, num_bytes),)
 
-    def compute(self, seconds: float, launches: int) -> Cost:
+    def compute(self, seconds: float, launches: int, schedule_s: float = 0.0) -> Cost:
         """Kernels of the device, in `launches` passes through a block: beside the host no faster than one thread of it issues
-        them, which runs ahead."""
+        them, which runs ahead. `schedule_s`: what the schedule's own code takes of that thread."""
         machine = self.machine
-        seconds = seconds if machine.one_memory else max(seconds, launches * machine.launch_s)
+        seconds = seconds if machine.one_memory else max(seconds, launches * machine.launch_s + schedule_s)
         return ((Stage("compute", "compute", machine.compute_latency_s + seconds),),)
 
     def links(self, purpose: Purpose, hops: Sequence[Hop], levels: bool) -> Job:
@@ -366,7 +366,7 @@ class _Pricer:
             return self.lanes.compute(self.shape.pre_forward_s, 1)
         if event.layer == SUF:
             return self.lanes.compute(self.shape.head_s / 3, 1)  # a forward pass is a third of forward and backward
-        return self.lanes.compute(self.shape.forward_s * self._scale(event), 1)
+        return self.lanes.compute(self.shape.forward_s * self._scale(event), 1, self.lanes.machine.schedule_forward_s)
 
     def head(self, event: Event) -> Cost:
         """Suffix, loss and their backward, for one micro-batch."""
@@ -379,7 +379,8 @@ class _Pricer:
             return self.lanes.compute(shape.pre_backward_s, 2)
         last = event.layer == shape.num_layers - 1 and not shape.recompute_last
         recompute = 0.0 if last else max(0.0, shape.forward_s - self.moves.saved_s(event))
-        return self.lanes.compute((shape.backward_s + recompute) * self._scale(event), 3 if recompute else 2)
+        seconds, own_s = (shape.backward_s + recompute) * self._scale(event), self.lanes.machine.schedule_backward_s
+        return self.lanes.compute(seconds, 3 if recompute else 2, own_s)
 
     def _scale(self, event: Event) -> float:
         return self.shape.elements(event.layer) / (max(self.shape.layer_elements) or 1)

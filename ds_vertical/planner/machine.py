@@ -18,6 +18,7 @@ _MOST_LOAD: Final = 0.9  # of the host cores, which transfers can take: a comput
 _EVEN: Final = 0.5  # of the host cores, which a computation and collectives have where each wants more: the kernel's division
 # What collectives take of the cores
 NET_CORES: Final = ("net_core_s_per_byte", "net_one_level_core_s_per_byte", "net_round_core_s_per_element")
+LAUNCHES: Final = ("launch_s", "schedule_forward_s", "schedule_backward_s")  # of the thread that launches, beside a device
 SHIPPED: Final = Path(__file__).resolve().parent / "machines"
 _PAIR_RANKS: Final = "pair_ranks"  # of links, the one that is a whole number
 _CAPACITIES: Final = {tier: f"{tier}_bytes" for tier in Tier}  # the keys of "capacity"
@@ -43,7 +44,9 @@ class Machine:
     while over levels it is added once all of it has come. `net_round_core_s_per_element`: seconds of a host core for a number
     that is rounded to fewer bits, or read from them, for a collective (null: none; counted where `one_memory`). Latencies are
     seconds per event. `launch_s`: seconds of the host's thread to issue a block's forward to a device beside it, which computes
-    meanwhile; a backward takes two of them, its recompute one.
+    meanwhile; a backward takes two of them, its recompute one. `schedule_forward_s`, `schedule_backward_s`: what the schedule's
+    own code takes on that thread beside them, for a layer's forward and backward of a micro-batch; the defaults are what
+    `benchmarks/launch.py` has found on one core.
     `from_dict` reads the JSON of `ds-vertical limits`.
     """
 
@@ -77,6 +80,8 @@ class Machine:
     copy_latency_s: float = 0.0
     compute_latency_s: float = 0.0
     launch_s: float = 0.0
+    schedule_forward_s: float = 0.0006
+    schedule_backward_s: float = 0.0009
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -139,7 +144,7 @@ class Machine:
         rates = {name: rate / factor for name in names if (rate := getattr(self, name)) is not None}
         costs = ("ssd_core_s_per_byte", *NET_CORES)
         rates |= {name: cost * factor for name in costs if (cost := getattr(self, name)) is not None}
-        rates |= {name: getattr(self, name) * factor for name in ("compute_latency_s", "launch_s")}
+        rates |= {name: getattr(self, name) * factor for name in ("compute_latency_s", *LAUNCHES)}
         return replace(self, **rates)
 
     def with_links(self, links: Mapping[str, float]) -> Self:

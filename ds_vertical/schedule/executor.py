@@ -49,7 +49,8 @@ class Executor:
     besides.
     `held_bytes()` gives bytes held per tier for the message of a failure. `tracer` takes a span of every handler (from issue,
     when the executor came to the event, and start, when its waits were over), every wait, and what of `counters()` an event
-    has changed. On a device that computes asynchronously a handler's span is the host's part only.
+    of no micro-batch has changed: asking a device costs more than launching a kernel. On a device that computes asynchronously
+    a handler's span is the host's part only.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Executor:
                 start = now()
                 ticket = self.handlers[event.op](event)
                 self.tracer.span(_RESOURCE.get(event.op, ""), event, start, now(), issue=issue)
-                if self.tracer.keeps:
+                if self.tracer.keeps and event.micro_batch is None:
                     self._count()
                 if ticket is not None and not self.overlap:
                     self._wait(ticket, event)

@@ -17,9 +17,9 @@ from places import SUPPORT
 MIB = 1 << 20
 
 
-def limited(folder: Path, limit: int, kind: str = "mixer") -> tuple[str, str, int, int]:
+def limited(folder: Path, limit: int, kind: str = "mixer", sub_group_size: int = 200_000) -> tuple[str, str, int, int]:
     """What comes of a run beside a device that may lock so much: see `locked_worker`."""
-    config = small_buffers(base_config(folder / "swap", dtype="fp32", clip=0.0, sub_group_size=200_000), 512 * 512)
+    config = small_buffers(base_config(folder / "swap", dtype="fp32", clip=0.0, sub_group_size=sub_group_size), 512 * 512)
     config["zero_optimization"]["offload_param"]["buffer_count"] = 2
     file = folder / "run.json"
     file.write_text(json.dumps(config))
@@ -44,6 +44,18 @@ def test_a_limit_below_what_deepspeed_locks_is_refused_and_the_one_that_is_advis
     word, told, most, left = limited(tmp_path, more)
     assert word == "trained" and left == 0, told
     assert 0.95 * more <= most <= more, (more, most)
+
+
+@pytest.mark.slow
+def test_the_size_of_sub_groups_that_is_advised_fits(tmp_path: Path) -> None:
+    """Into a limit with room for one matrix in a sub-group, where the JSON asks for three."""
+    limit = 7 * MIB
+    word, told, *_ = limited(tmp_path, limit, sub_group_size=700_001)
+    found = re.search(r"write smaller ones there \(zero_optimization.sub_group_size: (\d+) fits\),", told)
+    assert word == "refused" and found is not None, told
+    word, told, most, left = limited(tmp_path, limit, sub_group_size=int(found[1]))
+    assert (word, left) == ("trained", 0), told
+    assert 4 * MIB <= most <= limit
 
 
 @pytest.mark.slow

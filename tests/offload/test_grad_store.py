@@ -126,6 +126,30 @@ def test_a_reserve_prefers_the_very_size_and_makes_no_more_than_were_taken() -> 
     assert reserve.num_bytes == 4 * (26 + 7)
 
 
+def test_what_a_reserve_lacks_is_made_in_one_piece() -> None:
+    made: list[int] = []
+
+    def make(numel: int) -> torch.Tensor:
+        if numel > 99:
+            raise MemoryError
+        made.append(numel)
+        return torch.arange(float(numel))
+
+    reserve = Reserve(make)
+    reserve.put_back(reserve.take(6))
+    tensors = reserve.take_all([10, 5, 20])
+    assert made == [6, 30] and [tensor.tolist() for tensor in tensors[::2]] == [[*range(10)], [*range(10, 30)]]
+    assert tensors[1].numel() == 6 and reserve.num_bytes == 4 * 36
+    for tensor in tensors:
+        reserve.put_back(tensor)
+    with pytest.raises(MemoryError):
+        reserve.take_all([20, 100])
+    again = reserve.take_all([20, 10, 6])  # nothing was taken by what failed
+    assert made == [6, 30] and {tensor.data_ptr() for tensor in again} == {tensor.data_ptr() for tensor in tensors}
+    reserve.clear()
+    assert reserve.num_bytes == 4 * 36
+
+
 def test_memory_for_the_disk_starts_where_it_can_be_read() -> None:
     assert {aligned(numel).data_ptr() % (4 * ALIGNMENT) for numel in (1, 1000, 5000)} == {0}
 

@@ -106,7 +106,9 @@ def test_shards_latencies_casts_and_one_memory() -> None:
     slow = replace(MACHINE, ssd_latency_s=0.5, copy_latency_s=0.25, compute_latency_s=0.125)
     assert seconds("0FETCH", slow) == pytest.approx({"ssd_read": 2.5, "copy_in": 0.75})
     assert seconds("0F0", slow) == pytest.approx({"compute": 1.125})
-    launched = replace(MACHINE, launch_s=1.5)  # a device beside the host waits for the host where that takes longer
+    assert (MACHINE.schedule_forward_s, MACHINE.schedule_backward_s) == (0.0006, 0.0009)  # as measured, where none are given
+    # a device beside the host waits for the host where that takes longer
+    launched = replace(MACHINE, launch_s=1.5, schedule_forward_s=0.0, schedule_backward_s=0.0)
     forward_s, backward_s = (seconds(event)["compute"] for event in ("0F0", "0B0"))
     assert seconds("0F0", launched) == pytest.approx({"compute": 1.5}) and forward_s < 1.5
     assert seconds("0B0", launched)["compute"] == pytest.approx(max(4.5, backward_s))
@@ -114,6 +116,11 @@ def test_shards_latencies_casts_and_one_memory() -> None:
     assert seconds("0F0", replace(launched, launch_s=0.25)) == pytest.approx({"compute": forward_s})
     assert seconds("0F0", replace(launched, one_memory=True)) == pytest.approx({"compute": forward_s})
     assert seconds("0F0", launched.slowed(2.0)) == pytest.approx({"compute": 3.0})
+    scheduled = replace(launched, schedule_forward_s=0.5, schedule_backward_s=backward_s)  # the schedule's own code, on top
+    assert seconds("0F0", scheduled) == pytest.approx({"compute": 2.0})
+    assert seconds("0B0", scheduled) == pytest.approx({"compute": 4.5 + backward_s})
+    assert seconds("0F0", scheduled.slowed(2.0)) == pytest.approx({"compute": 4.0})
+    assert seconds("0F0", replace(scheduled, one_memory=True)) == pytest.approx({"compute": forward_s})
     assert seconds("0STEP", replace(MACHINE, cast_elements_per_s=200.0))["adam"] == pytest.approx(15.0)
     summed, resting = replace(MACHINE, checksum_bytes_per_s=7000.0), Placement.of(parameters_on_ssd=0.0, state_on_ssd=0.0)
     assert seconds("0STEP", summed)["adam"] == pytest.approx(12.0)  # 14000 bytes

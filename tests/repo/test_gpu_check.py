@@ -51,6 +51,52 @@ def test_the_comparisons_are_commands_that_our_tools_take(
     assert plan.num_steps >= 2  # the first one is not counted
 
 
+def test_wheels_are_installed_first_and_from_nowhere_else(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/bash\nprintf '%s ' ran \"$@\"; echo\n")
+    python.chmod(0o755)
+    for name in ("a.whl", "b.whl", "notes.txt"):
+        (tmp_path / name).touch()
+    done = check("--stage", "debug", "--dry-run", "--out", str(tmp_path / "out"), "--wheels", str(tmp_path), PYTHON=str(python))
+    ran = [line.split() for line in done.stdout.splitlines() if line.startswith("ran ")]
+    assert done.returncode == 0 and ran[0][1:5] == ["-m", "pip", "install", "--no-index"], done.stdout + done.stderr
+    assert ran[0][5:] == ["--no-deps", str(tmp_path / "a.whl"), str(tmp_path / "b.whl")]
+    assert ran[1][3:] == ["build-ops"] and len(ran) == 3
+
+
+def test_a_comparison_is_recorded_with_the_gpus_use_and_its_peak_over_the_budget(tmp_path: Path) -> None:
+    """In a dry run whose commands do nothing but the last one, which records; nvidia-smi goes on until it is ended."""
+    out, python, watcher = tmp_path / "out", tmp_path / "python", tmp_path / "nvidia-smi"
+    (out / "ab").mkdir(parents=True)
+    arms = {"stock": {}, "vertical": {"peak_device_bytes": 3 << 20}}
+    (out / "ab" / "ab.json").write_text(json.dumps({"arms": arms, "speedup": 2.5}))
+    (out / "ab" / "vertical.log").write_text("ds_vertical: device  parameters  1.0\nds_vertical: device  total        2.0\n")
+    python.write_text(f'#!/bin/bash\nsleep 0.3; [[ $1 != benchmarks/gpu_record.py ]] || exec "{sys.executable}" "$@"\n')
+    head, rows = "timestamp, utilization.gpu [%], memory.used [MiB]", ("0, 0 %, 10 MiB", "1, 50 %, 300 MiB", "2, 1")
+    watcher.write_text(
+        f"#!/bin/bash\necho $$ >'{tmp_path}/pid'; printf '%s\\n' '{head}' {' '.join(map(repr, rows))}; exec sleep 99\n"
+    )
+    for each in (python, watcher):
+        each.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = check("--stage", "ab4", "--dry-run", "--out", str(out), PYTHON=str(python), PATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((out / "record.json").read_text())
+    assert found["speedup"] == 2.5 and found["arms"] == arms
+    assert found["gpu"] == {
+        "samples": 2,
+        "utilisation_percent": 25.0,
+        "busy_share": 0.5,
+        "most_memory_bytes": 300 << 20,
+        "device_budget_bytes": 2 << 20,
+        "peak_over_budget": 1.5,
+    }
+    deadline = time.monotonic() + 30
+    while (running := is_alive(int((tmp_path / "pid").read_text()))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running
+
+
 def test_wrong_words_are_refused() -> None:
     assert check("--stage", "all").returncode == check("--quick").returncode == 2
 

@@ -261,6 +261,35 @@ def test_private_names_of_deepspeed_only_in_compat() -> None:
     assert wrong == {}
 
 
+# ---------------------------------------------------------------------------------------------------------------- devices
+
+
+def device_uses(tree: ast.AST) -> list[str]:
+    """Lines that ask torch's module of one kind of device, or make a stream or an event of any."""
+    kinds = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("cuda", "xpu")
+        if isinstance(node.value, ast.Name) and node.value.id == "torch"
+    ]
+    made = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("Stream", "Event")
+        if ast.unparse(node.func.value) != "threading"
+    ]
+    return [f"{node.lineno}: {ast.unparse(node)}" for node in (*kinds, *made)]
+
+
+NAMES_CUDA = {"cli.doctor.hardware"}  # it tells what the machine has
+
+
+def test_streams_and_events_are_made_in_one_module() -> None:
+    found = {name: uses for name, tree in trees().items() if (uses := device_uses(tree))}
+    assert found.keys() == {"io.streams"} | NAMES_CUDA, found
+    assert device_uses(ast.parse("torch.cuda.Event()")) and not device_uses(ast.parse("threading.Event()"))
+
+
 # ------------------------------------------------------------------------------------------------------------------ sizes
 
 

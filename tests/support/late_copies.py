@@ -373,7 +373,10 @@ def gradients_wait_in_page_locked_memory_of_their_size() -> None:
     shares = (torch.ones(size, device=DEVICE) for size in chunk.sizes)
     held.hold(3, [0], ReducedSums(shares, None, lambda _: None), early=False, final=False)
     taken = library.page_locked_bytes()[0] - registered
-    assert held.num_bytes <= taken < held.num_bytes + 4096 * len(list(chunk.parts("all")))
+    assert held.num_bytes <= taken < held.num_bytes + 4096
+    held_parts = held._units[3].parts.values()
+    assert len({part.data.untyped_storage().data_ptr() for part in held_parts}) == 1 < len(held_parts)  # locked at a time
+    del held_parts
     held.close()  # ahead of their last copy
     with late_device.noting() as found:
         del held

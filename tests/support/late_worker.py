@@ -26,68 +26,32 @@ from typing import Any
 import harness
 import pytest
 import torch
-from models import MixerBlock, MixerModel, next_token_loss, tiny_neox, token_batches
+from late_models import (
+    BESIDE,
+    FAILS_BACKWARD,
+    FAILS_FORWARD,
+    NUM_LAYERS,
+    READS_ALONE,
+    WIDTH,
+    Failure,
+    LookingBlock,
+    build_buffered,
+    build_compiled,
+    build_model,
+)
+from models import tiny_neox, token_batches
 from torch import nn
 
-NUM_LAYERS = 3
 NUM_MICRO_BATCHES = 3
-FAILS_FORWARD, FAILS_BACKWARD = 20, 30  # tokens of the last micro-batch of a step that fails
-WIDTH = 768  # a matrix of two bytes an element is over 1 MiB, and so on SSD
 SHORTEST = 5  # tokens of the first micro-batch of a step
-LARGE_ROWS = 100  # of a buffer of more elements than are copied in each step
 BUFFERED = "fp32, buffers in and around the layers"
 COMPILED = "fp32, compiled blocks"
-
-
-class FailingBlock(MixerBlock):
-    """With sequences of one length its forward raises Failure, with those of another its backward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[1] == FAILS_FORWARD:
-            raise Failure
-        result = super().forward(x)
-        if x.shape[1] == FAILS_BACKWARD and result.requires_grad:
-            result.register_hook(fail)
-        return result
-
-
-# A LookingBlock's number, and the collectives that are under way when its backward begins. Sorted by micro-batches.
-BESIDE: list[tuple[int, list[str]]] = []
-
-
-class LookingBlock(FailingBlock):
-    """Its backward looks around."""
-
-    number: int
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result = super().forward(x)
-        if result.requires_grad:
-            result.register_hook(partial(look_around, self.number))
-        return result
-
-
-def look_around(number: int, grad: torch.Tensor) -> None:
-    if grad.device.type == "late":
-        import late_accelerator
-
-        BESIDE.append((number, late_accelerator.beside()))
-
-
-class Failure(Exception):
-    """As users' code may raise it."""
-
-
-def fail(_: torch.Tensor) -> None:
-    raise Failure
-
-
-def build_model(block_class: type[MixerBlock] = FailingBlock) -> MixerModel:
-    model = MixerModel(NUM_LAYERS, WIDTH, dropout=0.1)
-    for number, block in enumerate(model.blocks):
-        block.__class__ = block_class
-        block.number = number
-    return model
+DEEPER = "fp32, clipped, twice the layers"
+REDONE = "bf16, early steps that are redone, activations in host memory"
+ON_SSD = "fp32, late steps, kept values and gradients on SSD"
+IN_MEMORY = "fp32, all in host memory, small ones persistent, generates"
+RESUMED = "bf16, half of the state in host memory, asked to stop, resumed in a new engine"
+KEPT_ON_SSD = {"activations": {"keep": "products", "keep_device": "ssd"}}
 
 
 def use_engine(engine: Any, batches: harness.Batches, folder: Path) -> list[float]:
@@ -149,51 +113,6 @@ def has_state_in_memory(engine: Any, *_: Any) -> list[float]:
     return []
 
 
-def build_compiled() -> nn.Module:
-    """Blocks compiled as far as the device goes: traced, with the backward that torch.compile makes, in eager's kernels."""
-    torch._dynamo.reset()
-    model = MixerModel(NUM_LAYERS, WIDTH, dropout=0.1)
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    return model
-
-
-class BufferedBlock(MixerBlock):
-    """Reads a small buffer, and one that is too large to be copied in each step."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x * self.table[: x.shape[1]] + self.shift)
-
-
-READS_ALONE = [1000]  # not an attribute of the model: an engine learns anew of a model where somebody has set one
-
-
-class BufferedModel(MixerModel):
-    """Reads a buffer behind its layers. A micro-batch of more tokens than READS_ALONE writes it ahead of them, where torch does
-    not count it."""
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        if input_ids.shape[1] > READS_ALONE[0]:
-            self.scale.data.mul_(1.125)
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x)) * self.scale
-        return logits if labels is None else next_token_loss(logits, labels)
-
-
-def build_buffered() -> BufferedModel:
-    """Buffers in the layers and outside of them, such as rotary frequencies and causal masks."""
-    READS_ALONE[:] = [1000]
-    model = BufferedModel(NUM_LAYERS, WIDTH, dropout=0.1)
-    model.register_buffer("scale", torch.ones(()))
-    for block in model.blocks:
-        block.__class__ = BufferedBlock
-        block.register_buffer("shift", torch.full((WIDTH,), 0.01))
-        block.register_buffer("table", torch.full((LARGE_ROWS, WIDTH), 0.5))
-    return model
-
-
 def begin_to_write(*_: Any) -> list[float]:
     """From now on each forward changes a buffer that it has only read so far."""
     READS_ALONE[:] = [0]
@@ -237,7 +156,7 @@ class Case:
     """`options`: of `harness.base_config`. `fast`: whether the fast suite has it. `between`: called after the first step with
     the engine, batches for it and a folder; gives losses to compare. `listens`: whether the JSON has `on_signal`. `steps`: the
     loop, which gives a loss for each step. `zero`: further keys of zero_optimization. `records`: whether gradients are kept,
-    each copied to the host at once."""
+    each copied to the host at once. `resumes`: whether a new engine loads a checkpoint at the end, and takes a step."""
 
     options: dict[str, Any]
     num_steps: int = 2
@@ -248,6 +167,7 @@ class Case:
     steps: Callable[[Any, harness.Batches], Iterator[torch.Tensor]] = by_train_batch
     zero: Mapping[str, object] = field(default_factory=dict)
     records: bool = False
+    resumes: bool = False
 
 
 def _case(dtype: str, clip: float, section: dict[str, Any] | None = None, **options: Any) -> Case:
@@ -290,6 +210,26 @@ CASES = {
     "bf16, asked to stop": replace(_case("bf16", 1.0), num_steps=1, between=ask_to_stop, listens=True),
     "fp32, generates": replace(_case("fp32", 1.0), between=generate, build=partial(tiny_neox, NUM_LAYERS, 256, dropout=0.1)),
     COMPILED: replace(_case("fp32", 1.0), build=build_compiled),
+    DEEPER: replace(_case("fp32", 1.0), fast=True, build=partial(build_model, 2 * NUM_LAYERS)),
+    REDONE: replace(
+        _case("bf16", 0.05, {"optimizer_speculation": True, "optimizer_delay": 0.3, "activations": {"device": "host"}}),
+        fast=True,
+    ),
+    ON_SSD: replace(_case("fp32", 0.0, KEPT_ON_SSD | {"optimizer_delay": 1.0, "gradient_host_share": 0.0}), fast=True),
+    IN_MEMORY: replace(
+        _case("fp32", 1.0, params="cpu", optimizer="cpu", persistence=None),
+        fast=True,
+        between=generate,
+        build=partial(tiny_neox, NUM_LAYERS, 256, dropout=0.1),
+    ),
+    RESUMED: replace(
+        _case("bf16", 1.0, {"optimizer_host_share": 0.5}),
+        num_steps=1,
+        fast=True,
+        between=ask_to_stop,
+        listens=True,
+        resumes=True,
+    ),
 }
 LISTENING = "bf16, listening for signals"
 FLAT = "fp32, one level"
@@ -333,7 +273,7 @@ ON_LEVELS = {
     "fp32, levels, rank 0 fails alone": replace(_levels("fp32", 1.0), between=fail_alone),
 }
 STANDS = [name for name in ON_LEVELS if "copies on the device" in name]
-_LOOKING = partial(build_model, LookingBlock)
+_LOOKING = partial(build_model, block_class=LookingBlock)
 ONE_LEVEL = {
     "bf16, one level, with other calls": replace(_case("bf16", 1.0), between=use_engine),
     "fp32, one level, rank 0 fails alone": replace(_case("fp32", 1.0), between=fail_alone),
@@ -351,13 +291,21 @@ ON_RANKS = {
 }
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """Of a unit that is about to be used: whether its copies to the device were issued before, and are not complete yet."""
+
+    is_issued: bool
+    is_under_way: bool
+
+
 @dataclass
 class Outcome:
     """What training has given; on the late device also the host's waits of each step, what was wrong, bytes of host memory
     that are still registered with the device once the engine is gone; bytes of the device that the budget has for the training,
     and that it has taken at most. `lanes`: the threads that issue collectives over levels; `hops`: the levels over which they
     go. `beside`: of the last step, for each backward of a LookingBlock and a micro-batch, the collectives that are
-    under way when it begins."""
+    under way when it begins. `fetches`: of the last step."""
 
     run: harness.Run | None = None
     waits: list[Counter[Any]] = field(default_factory=list)
@@ -368,10 +316,32 @@ class Outcome:
     lanes: list[str] = field(default_factory=list)
     hops: list[str] = field(default_factory=list)
     beside: list[tuple[int, list[str]]] = field(default_factory=list)
+    fetches: list[Fetched] = field(default_factory=list)
     error: str | None = None
 
 
 Watch = Callable[[], AbstractContextManager[Any]]
+
+
+@contextmanager
+def noting_fetches() -> Iterator[list[Fetched]]:
+    """Has the block's fetches, each as it stood when its unit was about to be used."""
+    from ds_vertical.distributed.gather_queue import GatherQueue, UnitGather
+    from ds_vertical.io.streams import IssuedCopies
+
+    complete, found = GatherQueue.complete, list[Fetched]()
+
+    def note(queue: GatherQueue, gather: UnitGather) -> None:
+        copies = getattr(gather.wait, "__self__", None)
+        copied = copies.copied if isinstance(copies, IssuedCopies) else None
+        found.append(Fetched(gather.wait is not None, copied is not None and not copied.query()))
+        complete(queue, gather)
+
+    GatherQueue.complete = note
+    try:
+        yield found
+    finally:
+        GatherQueue.complete = complete
 
 
 def device_budget(engine: Any, model: nn.Module, config: dict[str, Any]) -> int:
@@ -417,6 +387,10 @@ def train(
                 others = case.between(engine, batches[-2:], folder)
         assert next(steps, None) is None
         look(engine, model, config)
+        if case.resumes:
+            engine, model = build_anew(engine, case, config, folder)
+            with watch():
+                losses.append(engine.train_batch(iter(batches[-1])))
         run.losses = [loss.item() for loss in losses] + others
         run.weights, run.state = harness.read_weights(model), harness.read_state(engine, model)
         if torch.distributed.get_world_size() > 1:
@@ -425,6 +399,17 @@ def train(
     finally:
         harness.dispose(engine)
     return run
+
+
+def build_anew(engine: Any, case: Case, config: dict[str, Any], folder: Path) -> tuple[Any, nn.Module]:
+    """A new engine and its model, from the checkpoint that a signal had the old one save, or that it saves now."""
+    saved = folder / "saved"
+    if not saved.exists():
+        engine.save_checkpoint(str(saved))
+    harness.dispose(engine)
+    engine, model = harness.build_engine(config, case.build, vertical=True, recording=case.records)
+    engine.load_checkpoint(str(saved))
+    return engine, model
 
 
 def lanes() -> list[str]:
@@ -452,7 +437,7 @@ def outcome(case: Case, folder: Path) -> Outcome:
         BESIDE.clear()
         late_accelerator.LateGroup.works.clear()
         torch.accelerator.reset_peak_memory_stats()
-        with late_device.waits() as waits:
+        with noting_fetches() as found.fetches, late_device.waits() as waits:
             yield
         found.waits.append(waits)
         found.beside = list(BESIDE)

@@ -183,7 +183,7 @@ def device(case: Target) -> Iterator[CheckResult]:
         free, total = torch.cuda.mem_get_info()
         yield ok(f"device: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, {gib(free)} of {gib(total)} free")
     elif name != "cpu":
-        yield warning(f"device: {name}; ds_vertical is written for cuda and cpu", "export DS_ACCELERATOR=cuda  # or cpu")
+        yield warning(f"device: {name}, on which nobody has run ds_vertical yet", "export DS_ACCELERATOR=cuda  # or cpu")
     elif has_cuda:
         yield warning("DS_ACCELERATOR is 'cpu', and this machine has a GPU that stays idle", "unset DS_ACCELERATOR")
     elif Path("/proc/driver/nvidia/gpus").exists():

@@ -69,13 +69,14 @@ class BuildFacts:
 
 
 def accelerator_name() -> str:
-    """What DeepSpeed will choose: `DS_ACCELERATOR`, else CUDA where torch can use it, else the CPU."""
+    """What DeepSpeed will choose of the devices that plain torch knows: `DS_ACCELERATOR`, else XPU or CUDA (ROCm, too) where
+    torch can use it, else the CPU."""
     named = os.environ.get("DS_ACCELERATOR")
     if named:
         return named
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return next((kind for kind in ("xpu", "cuda") if torch.get_device_module(kind).is_available()), "cpu")
 
 
 def _command_line_output(*command: str) -> str:

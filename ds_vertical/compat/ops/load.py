@@ -96,7 +96,7 @@ CHECKED_AIO = OwnOp(
     "checked_aio.cpp",
     ("csrc/aio/common/deepspeed_aio_types.cpp", "csrc/aio/common/deepspeed_aio_utils.cpp"),
     "AsyncIOBuilder",
-    "install libaio's headers (Debian: libaio-dev)",
+    "`ds-vertical doctor` says what is missing, such as libaio's headers (Debian: libaio-dev)",
 )
 IDENTITY_NODE = OwnOp(
     "joint",  # under this name in the caches of users
