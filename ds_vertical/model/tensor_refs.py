@@ -62,20 +62,27 @@ _OWN = _measured()  # references that such a call adds
 _TRANSPARENT = (tuple, list, dict, CellType, FunctionType)  # they hold, and who holds them is asked in turn
 _MOST_ROUNDS: Final = 16  # of the search for holders
 _aliases: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}  # by storage, by tensor: alive ones that were noted
+_FEW: Final = 64  # storages without an alive one: from here on they are looked for, each time that _aliases has doubled
+_look_at = _FEW
 
 
 def note_alias(tensor: torch.Tensor) -> torch.Tensor:
     """Note that a tensor lies over its storage beside the tensor that it was made of, so that `over` finds it. Returns it."""
-    key, number = tensor.untyped_storage()._cdata, id(tensor)
-    _aliases.setdefault(key, {})[number] = weakref.ref(tensor, lambda _: _forget_alias(key, number))
+    noted = _aliases.setdefault(key_of(tensor.untyped_storage()), {})
+    # `pop` itself is called back, with the reference as its default. An interrupt within Python's code that a reference calls
+    # back would be printed, and lost.
+    noted[id(tensor)] = weakref.ref(tensor, functools.partial(noted.pop, id(tensor)))
+    _drop_empty()
     return tensor
 
 
-def _forget_alias(key: int, number: int) -> None:
-    noted = _aliases.get(key, {})
-    noted.pop(number, None)
-    if not noted:
-        _aliases.pop(key, None)
+def _drop_empty() -> None:
+    global _look_at
+    if len(_aliases) >= _look_at:
+        for key, noted in list(_aliases.items()):
+            if not noted:
+                del _aliases[key]
+        _look_at = max(_FEW, 2 * len(_aliases))
 
 
 def key_of(storage: torch.UntypedStorage) -> int:
