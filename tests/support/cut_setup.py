@@ -127,16 +127,11 @@ def give_up_folders() -> None:
 
 
 def files_in(folder: Path, own: Own | None = None) -> list[tuple[str, int]]:
-    """The files of a run, by their names without numbers, with their bytes, those of a file's parts on several SSDs together:
-    how a file is divided among them differs from engine to engine. `own`: others."""
+    """The files of a run, by their names without numbers, with their bytes; `own`: others."""
     ids = {path.name for path in run_dir.claimed()}
-    sizes: Counter[str] = Counter()
-    for path in folder.rglob("*"):
-        if path.is_file() and (own is None or path not in own.paths):
-            name = "/".join(part for part in path.relative_to(folder).parts if part not in ids)
-            whole, part_of, _ = name.removeprefix("beside/").partition(".ssd")
-            sizes[whole if part_of else name] += path.stat().st_size
-    return sorted((re.sub(r"\d+", "*", name), size) for name, size in sizes.items())
+    paths = [path for path in folder.rglob("*") if path.is_file() and (own is None or path not in own.paths)]
+    names = {path: "/".join(part for part in path.relative_to(folder).parts if part not in ids) for path in paths}
+    return sorted((re.sub(r"\d+", "*", name), path.stat().st_size) for path, name in names.items())
 
 
 class Own:
