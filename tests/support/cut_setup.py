@@ -127,11 +127,13 @@ def give_up_folders() -> None:
 
 
 def files_in(folder: Path, own: Own | None = None) -> list[tuple[str, int]]:
-    """The files of a run, by their names without numbers, with their bytes; `own`: others."""
+    """The files of a run, by their names without numbers, with their bytes, but for locks, which hold the paths of folders;
+    `own`: others."""
     ids = {path.name for path in run_dir.claimed()}
     paths = [path for path in folder.rglob("*") if path.is_file() and (own is None or path not in own.paths)]
     names = {path: "/".join(part for part in path.relative_to(folder).parts if part not in ids) for path in paths}
-    return sorted((re.sub(r"\d+", "*", name), path.stat().st_size) for path, name in names.items())
+    sizes = {path: 0 if path.suffix == ".lock" else path.stat().st_size for path in paths}
+    return sorted((re.sub(r"\d+", "*", name), sizes[path]) for path, name in names.items())
 
 
 class Own:
