@@ -1,14 +1,15 @@
 """What trains within how much host memory, and what the kernel kills: a model that is larger than all of it, on SSD.
 
-    python benchmarks/beyond_memory.py [--allowed least,6G,10G,16G] [--stock 7G,14G] [--steps 3] [--micro-batches 4]
+    python benchmarks/beyond_memory.py [--allowed least,6G,10G,16G] [--stock 7G,14G] [--steps 4] [--micro-batches 4]
         [--tokens 8] [--clip 0] [--before COMMIT]
 
 The model is a Llama of 24 layers x 2048 with an untied vocabulary of 32,000: 1.36 billion parameters, whose bf16 weights and
 fp32 optimizer state take 19 GB. Each run is a process of `scripts/train.py` in a memory control group of its own, which may not
 take more than is allowed (with its page cache). The vertical arm is told so, as `host_memory_bytes`; DeepSpeed knows no such
-key. "least" is what the engine's own refusal of too little names. Writes benchmarks/beyond_memory/DATE.json when all runs have
-ended: how each ended, every step, the peak of the group, and the end of the log where it did not train. Needs root, as a rule,
-40 GB of the SSD, and nothing else may run on the machine.
+key. "least" is what the engine's own refusal of too little names. The first two steps of a run do not count: Adam's moments are
+zero in the first, which reads none, and a part of its work is left to the second. Writes benchmarks/beyond_memory/DATE.json
+when all runs have ended: how each ended, every step, the peak of the group, and the end of the log where it did not train.
+Needs root, as a rule, 40 GB of the SSD, and nothing else may run on the machine.
 
 Keys of the section may follow a number of bytes: `least:optimizer_compression=true`, `16G:optimizer_host_share=0.6`.
 `--before`: the vertical arm of an older commit (or of a checkout's folder) trains as well, first and last, with nothing but
@@ -53,6 +54,7 @@ BUFFERS: Final = 8  # of offload_param, in both arms: stock holds the seven matr
 LEAST: Final = "least"
 TOO_LITTLE: Final = 1  # host_memory_bytes with which the engine says how much it needs
 LOG_LINES: Final = 30
+NOT_COUNTED: Final = 2  # of a run's steps
 LIMIT_S: Final = 1500
 _ADVISED: Final = re.compile(rf'"{SECTION}\.host_memory_bytes": (\d+)')
 _ENTER: Final = 'echo $$ > "$0" && exec "$@"'  # the shell moves itself, then becomes the command
@@ -224,8 +226,8 @@ def run_before(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def figures(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The medians of a run's steps without the first; {} where there are none."""
-    steps = found["steps"][1:] or found["steps"]
+    """The medians of a run's steps from the third on, or of the last one; {} where there are none."""
+    steps = found["steps"][NOT_COUNTED:] or found["steps"][-1:]
     names = ("step_s", "read_bytes", "write_bytes", "peak_host_bytes")
     return {name: median(step[name] for step in steps) for name in names} if steps else {}
 
@@ -249,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(micro_batches=4)
     parser.add_argument("--allowed", default=f"{LEAST},6G,10G,16G", help="BYTES[:KEY=VALUE]... of the vertical arm's groups")
     parser.add_argument("--stock", default="7G,14G", help="bytes of the stock arm's groups; empty: none")
-    parser.add_argument("--steps", type=int, default=3, help="of each run; the first does not count")
+    parser.add_argument("--steps", type=int, default=4, help="of each run; the first two do not count")
     parser.add_argument("--dims", type=lambda text: DIMS | json.loads(text), default=DIMS, help="others, as a JSON object")
     parser.add_argument("--whole", type=parse_bytes, default=parse_bytes("20G"), help="of the group that finds the least")
     parser.add_argument("--before", metavar="COMMIT", help="an older commit, or a checkout's folder, that trains as well")

@@ -54,6 +54,17 @@ def test_keys_stand_behind_the_bytes_that_are_allowed() -> None:
             beyond_memory.keys_of(text)
 
 
+def test_the_figures_are_those_of_steps_like_all_later_ones() -> None:
+    """In the first step no moments are read, and a part of its work falls into the second."""
+    steps = [
+        {"step_s": s, "read_bytes": r, "write_bytes": 1, "peak_host_bytes": 2} for s, r in ((9, 9), (5, 17), (3, 20), (4, 21))
+    ]
+    for count, median in ((4, (3.5, 20.5)), (3, (3, 20)), (2, (5, 17)), (1, (9, 9))):
+        found = beyond_memory.figures({"steps": steps[:count]})
+        assert (found["step_s"], found["read_bytes"]) == median
+    assert beyond_memory.figures({"steps": []}) == {}
+
+
 @pytest.mark.slow
 def test_a_small_model_trains_in_the_least_that_the_engine_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: dict[str, Any] = {}
@@ -62,7 +73,7 @@ def test_a_small_model_trains_in_the_least_that_the_engine_names(tmp_path: Path,
         "--dims",
         json.dumps(SMALL),
         "--allowed",
-        "least,3G,3G:optimizer_host_share=1.0",
+        "least,3G:optimizer_host_share=0,3G",
         "--stock",
         "600M",
         "--whole",
@@ -80,3 +91,4 @@ def test_a_small_model_trains_in_the_least_that_the_engine_names(tmp_path: Path,
     assert least["group_peak_bytes"] <= least["allowed_bytes"] < more["allowed_bytes"]
     assert [step["losses"] for step in least["steps"]] == [step["losses"] for step in more["steps"]]
     assert least["median"]["read_bytes"] >= more["median"]["read_bytes"] > resident["median"]["read_bytes"]
+    assert more["section"]["optimizer_host_share"] == 0 and "optimizer_host_share" not in resident["section"]
