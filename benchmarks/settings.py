@@ -1,13 +1,15 @@
 """What settings of the vertical arm gain: processes of this checkout whose JSONs differ in a few keys, a step of each in turn.
 
-    python benchmarks/settings.py NAME --arm without optimizer_read_ahead_bytes=0 --arm with optimizer_read_ahead_bytes=null
+    python benchmarks/settings.py NAME --arm without optimizer_read_ahead_bytes=0
+        --arm with optimizer_read_ahead_bytes=null host_memory_bytes=16000000000
         [--clip 1] [--micro-batches 16] [--tokens 8] [--ssd-limit 300M,500M] [--rounds 2] [--turns 4]
 
 An arm is a name and keys of the section with their values. All others are those of `configs/gpt_101m_cpu.json`; a key with a
-dot is one of the JSON itself. One process steps at a time, all others stopped. Who is first changes from turn to turn, and each
-round starts new processes. A ratio is the median of an arm's step over the first arm's within the turns. Losses of all arms
-must be equal in every bit. Writes benchmarks/settings/NAME_DATE.json with every turn, and the bytes that each step has moved.
-Nothing else may run on the machine.
+dot is one of the JSON itself. (Without `host_memory_bytes` null is 0 there, so that both arms above would be one.)
+One process steps at a time, all others stopped. Who is first changes from turn to turn, and each round starts new processes. A
+ratio is the median of an arm's step over the first arm's within the turns. Losses of all arms must be equal in every bit.
+Writes benchmarks/settings/NAME_DATE.json with every turn, and the bytes that each step has moved. Nothing else may run on the
+machine.
 """
 
 from __future__ import annotations

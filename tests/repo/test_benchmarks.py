@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -255,6 +256,16 @@ def test_settings_need_two_arms_of_different_names(arms: list[str], capsys: pyte
     with pytest.raises(SystemExit):
         settings.main(["name", *arms])
     assert "write two or more, each with a name of its own" in capsys.readouterr().err
+
+
+def test_the_arms_of_the_example_differ_in_state_that_is_read_ahead() -> None:
+    """Null is 0 where `host_memory_bytes` is not written, which the configuration has not."""
+    assert settings.__doc__ is not None
+    lines = re.findall(r"--arm (\w+) (.*)", settings.__doc__.partition("[--clip")[0].replace(" --arm", "\n --arm"))
+    options = argparse.Namespace(config=ROOT / "configs" / "gpt_101m_cpu.json", micro_batches=16, clip=1.0)
+    arms = {name: settings.config_of(words.split(), options)["vertical_schedule"] for name, words in lines}
+    assert [*arms] == ["without", "with"] and arms["without"]["optimizer_read_ahead_bytes"] == 0
+    assert arms["with"]["optimizer_read_ahead_bytes"] is None and arms["with"]["host_memory_bytes"] > 10**9
 
 
 @pytest.mark.slow
