@@ -1,7 +1,7 @@
 """What trains within how much host memory, and what the kernel kills: a model that is larger than all of it, on SSD.
 
     python benchmarks/beyond_memory.py [--allowed least,6G,10G,16G] [--stock 7G,14G] [--steps 3] [--micro-batches 4]
-        [--tokens 8] [--clip 0]
+        [--tokens 8] [--clip 0] [--before COMMIT]
 
 The model is a Llama of 24 layers x 2048 with an untied vocabulary of 32,000: 1.36 billion parameters, whose bf16 weights and
 fp32 optimizer state take 19 GB. Each run is a process of `scripts/train.py` in a memory control group of its own, which may not
@@ -11,6 +11,8 @@ ended: how each ended, every step, the peak of the group, and the end of the log
 40 GB of the SSD, and nothing else may run on the machine.
 
 Keys of the section may follow a number of bytes: `least:optimizer_compression=true`, `16G:optimizer_host_share=0.6`.
+`--before`: the vertical arm of an older commit (or of a checkout's folder) trains as well, first and last, with nothing but
+`--whole` to limit its memory.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,11 +34,11 @@ from typing import Any, Final
 
 import inturn
 import portable
-from commits import describe, made_of
+from commits import checked_out, describe, made_of
 
 from ds_vertical.cli.common import parse_bytes
 from ds_vertical.config.section import SECTION
-from ds_vertical.engine.metrics import METRICS_VARIABLE, StepRecord
+from ds_vertical.engine.metrics import METRICS_VARIABLE
 
 DIMS: Final = {  # of a Llama
     "hidden_size": 2048,
@@ -141,7 +144,11 @@ def config_of(options: argparse.Namespace, vertical: bool, keys: Mapping[str, An
 def run_one(options: argparse.Namespace, vertical: bool, limit: int, **keys: Any) -> dict[str, Any]:
     """One process in a group that may take `limit` bytes: how it ended, and its steps. `keys`: of the vertical arm's section,
     `host_memory_bytes` is `limit` where it is not among them."""
-    keys = {"host_memory_bytes": limit} | keys
+    return _run(options, vertical, limit, {"host_memory_bytes": limit} | keys, inturn.ROOT)
+
+
+def _run(options: argparse.Namespace, vertical: bool, limit: int, keys: Mapping[str, Any], root: Path) -> dict[str, Any]:
+    """`root`: of the checkout that trains."""
     config = config_of(options, vertical, keys)
     with inturn.scratch_folder(options, config) as folder, memory_group(limit) as group:
         (folder / "nvme").mkdir()
@@ -149,21 +156,21 @@ def run_one(options: argparse.Namespace, vertical: bool, limit: int, **keys: Any
         words = ["--deepspeed_config", str(folder / "config.json"), "--model", "llama"]
         words += ["--dims", *(f"{key}={json.dumps(value)}" for key, value in options.dims.items())]
         words += ["--steps", str(options.steps), "--seq", str(options.tokens), "--out", str(folder / "out")]
-        command = group.wrap([sys.executable, str(inturn.ROOT / "scripts" / "train.py"), *words])
-        status, log = _ended(command, folder)
+        command = group.wrap([sys.executable, str(root / "scripts" / "train.py"), *words])
+        status, log = _ended(command, folder, root)
         metrics = folder / "metrics" / "rank0.jsonl"
-        steps = [StepRecord.from_json(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         kills, peak = group.num_kills(), group.peak_bytes()
     ended = "killed" if kills else "trained" if status == 0 else "refused" if "MemoryBudgetError" in log else "failed"
     found = {"arm": "vertical" if vertical else "stock", "allowed_bytes": limit, "ended": ended, "status": status}
     found |= {"section": keys} if vertical else {}
-    found |= {"group_peak_bytes": peak, "steps": [json.loads(each.to_json()) for each in steps]}
+    found |= {"group_peak_bytes": peak, "steps": steps}
     return found | {"budget": budget_of(log)} | ({} if ended == "trained" else {"log": log.splitlines()[-LOG_LINES:]})
 
 
-def _ended(command: Sequence[str], folder: Path) -> tuple[int, str]:
+def _ended(command: Sequence[str], folder: Path, root: Path) -> tuple[int, str]:
     """The exit status of a training process that has ended, and what it has printed."""
-    own = {METRICS_VARIABLE: str(folder / "metrics"), "PYTHONPATH": str(inturn.ROOT)}
+    own = {METRICS_VARIABLE: str(folder / "metrics"), "PYTHONPATH": str(root)}
     log = folder / "log"
     with log.open("wb") as sink:
         process = subprocess.Popen(command, cwd=folder, env=inturn.environment() | own, stdout=sink, stderr=subprocess.STDOUT)
@@ -206,6 +213,16 @@ def keys_of(text: str) -> dict[str, Any]:
     return found
 
 
+def run_before(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The run of the older commit that `--before` names; [] without."""
+    if options.before is None:
+        return []
+    with tempfile.TemporaryDirectory() as scratch, checked_out(options.before, Path(scratch) / "checkout") as root:
+        found = _run(options, True, options.whole, {}, root) | {"checkout": describe(root)}
+    print(told(found), flush=True)
+    return [found]
+
+
 def figures(found: Mapping[str, Any]) -> dict[str, Any]:
     """The medians of a run's steps without the first; {} where there are none."""
     steps = found["steps"][1:] or found["steps"]
@@ -215,7 +232,8 @@ def figures(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def told(found: Mapping[str, Any]) -> str:
     """A run in one line."""
-    made, allowed = figures(found), f"{found['arm']}, {found['allowed_bytes'] / 1e9:.2f} GB allowed: {found['ended']}"
+    who = f"{found['checkout']['commit']}, " if "checkout" in found else ""
+    made, allowed = figures(found), f"{who}{found['arm']}, {found['allowed_bytes'] / 1e9:.2f} GB allowed: {found['ended']}"
     if not made:
         return allowed
     moved = f"{made['read_bytes'] / 1e9:.2f} GB read, {made['write_bytes'] / 1e9:.2f} GB written"
@@ -234,8 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3, help="of each run; the first does not count")
     parser.add_argument("--dims", type=lambda text: DIMS | json.loads(text), default=DIMS, help="others, as a JSON object")
     parser.add_argument("--whole", type=parse_bytes, default=parse_bytes("20G"), help="of the group that finds the least")
+    parser.add_argument("--before", metavar="COMMIT", help="an older commit, or a checkout's folder, that trains as well")
     options = parser.parse_args(argv)
-    runs = []
+    runs = run_before(options)
     given = [(True, text) for text in filter(None, options.allowed.split(","))]
     for vertical, text in given + [(False, text) for text in filter(None, options.stock.split(","))]:
         size, _, words = text.partition(":")
@@ -243,6 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit = least_bytes(options, **keys) if size == LEAST else parse_bytes(size)
         runs.append(run_one(options, vertical, limit, **keys))
         print(told(runs[-1]), flush=True)
+    runs += run_before(options)
     content: dict[str, Any] = made_of() | {"checkout": describe(inturn.ROOT)}
     content |= {key: getattr(options, key) for key in ("dims", "micro_batches", "tokens", "clip", "steps")}
     content["runs"] = [{**found, "median": figures(found)} for found in runs]

@@ -69,9 +69,13 @@ def test_a_small_model_trains_in_the_least_that_the_engine_names(tmp_path: Path,
         "6G",
         "--folder",
         str(tmp_path),
+        "--before",
+        str(ROOT),
     ]
     assert beyond_memory.main(words) == 0
-    least, more, resident, stock = recorded["runs"]
+    first, least, more, resident, stock, last = recorded["runs"]
+    assert first["section"] == last["section"] == {} and set(first["checkout"]) == {"commit", "changed"}
+    assert first["allowed_bytes"] == last["allowed_bytes"] == 6 * 10**9 and len(last["steps"]) == len(least["steps"])
     assert least["ended"] == more["ended"] == resident["ended"] == "trained" and stock["ended"] == "killed"
     assert least["group_peak_bytes"] <= least["allowed_bytes"] < more["allowed_bytes"]
     assert [step["losses"] for step in least["steps"]] == [step["losses"] for step in more["steps"]]
