@@ -47,8 +47,8 @@ def test_a_record_with_all_runs_stays_as_it_is(tmp_path: Path, words: list[str],
     [
         ({"lr": 1e-3}, "its runs have lr 0.001, and those asked for have 0.0006; write that record's settings, or --out FILE"),
         ({"warmup_num_steps": 8}, "its runs have warmup_num_steps 8, and those asked for have 2"),
-        ({"text": "0123"}, 'its runs have text "0123", and those asked for have "'),
-        ({"text": None}, "its runs have a text that it does not say"),
+        ({"text": "0123"}, 'its runs have text "0123", and those asked for have "[0-9a-f]+"; write --out FILE'),
+        ({"text": None}, 'its runs have a text that it does not say, and those asked for have "[0-9a-f]+"; write --out FILE'),
         ({"more": 1}, "its runs have more 1, and those asked for have null"),
     ],
 )
