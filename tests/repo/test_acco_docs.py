@@ -1,4 +1,4 @@
-"""What docs/acco.md shows of runs: the ratios are those of the records, and what the script of its picture draws."""
+"""What docs/acco.md shows of runs: the ratios are those of the records, and the picture is what its script draws of a trace."""
 
 from __future__ import annotations
 
@@ -148,3 +148,13 @@ def test_the_script_draws_a_trace(tmp_path: Path) -> None:
     drawn = out.read_text()
     assert drawn.count("<rect") == 1 + len(STEP.spans) - 1  # the ground, and all but the hop within a node
     assert ">5.00 s<" in drawn
+
+
+def test_the_picture_has_the_scripts_lanes() -> None:
+    """Twelve layers and a prefix: each is committed, predicted, sent twice and summed twice."""
+    picture = (ROOT / "docs" / "acco_rounds.svg").read_text()
+    assert all(f">{name}<" in picture for name in acco_rounds.LANES)
+    bars = [picture.count(f'fill="{colour}"') for colour in acco_rounds.COLOURS]
+    assert bars[acco_rounds.COMMITS] == bars[acco_rounds.PREDICTS] == 12 + 1
+    assert bars[acco_rounds.WEIGHTS] == bars[acco_rounds.GRADIENTS] == 2 * (12 + 1)
+    assert bars[acco_rounds.FIRST] == bars[acco_rounds.SECOND] > 0 and bars[acco_rounds.WAITS] > 0
