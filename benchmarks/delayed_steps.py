@@ -53,16 +53,23 @@ class DelayedLoop(HalvesLoop):
         self._before = parts.optimizer.driver.num_decided
         units = frozenset(parts.layers.outside.around(range(parts.layers.num_layers)))
         stale = all(ranks.all_gathered(weights.prediction.is_there))
+        if not stale:  # then this step computes with what the last one has made, if one is due
+            with parts.optimizer.live.agreed("train_batch"):
+                parts.optimizer.flush()
+            weights.copies.drop_predicted()
         whole = _Whole(parts.optimizer.driver, weights.tentative, parts.optimizer.gradients)
         return self._run_half(bodies, scale, whole, stale, units if stale else frozenset())
 
     def conclude_prediction(self, counts: bool) -> None:  # override
-        """The step is due, and not taken: the weights are those with which the next step computes."""
+        """A step that counts is due, and not taken: the weights are those with which the next step computes."""
         prediction, params = self._weights_of.prediction, self._parts.optimizer.fp16_groups
         with torch.no_grad():
             for param in (param for group in params for param in group):
                 prediction.target(param).copy_(zero_params.shard(param))
-        prediction.conclude(counts, self._parts.optimizer.driver.num_decided)
+        if counts:
+            prediction.conclude(True, self._parts.optimizer.driver.num_decided)
+        else:
+            prediction.forget()  # the step was skipped, and none is due
 
 
 if __name__ == "__main__":

@@ -83,9 +83,10 @@ def recorded(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     there: dict[str, Any] = record.get("settings", {})
     for name in (name for name in there | settings if there.get(name, ...) != settings.get(name, ...)):
         said = f"{name} {json.dumps(there[name])}" if name in there else f"a {name} that it does not say"
+        other = "" if name == "text" else "that record's settings, or "  # no option chooses the text
         raise SystemExit(
-            f"{path}: its runs have {said}, and those asked for have {json.dumps(settings.get(name))}; write that record's"
-            " settings, or --out FILE for another record"
+            f"{path}: its runs have {said}, and those asked for have {json.dumps(settings.get(name))}; write {other}--out FILE"
+            " for another record"
         )
     return record
 

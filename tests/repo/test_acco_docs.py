@@ -1,4 +1,4 @@
-"""What docs/acco.md shows of runs: the ratios are those of the records, and what the script of its picture draws."""
+"""What docs/acco.md shows of runs: the ratios are those of the records, and the picture is what its script draws of a trace."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ ARMS = {  # as the page names them: the arm of the record
     "a node": "acco_node",
     "each rank": "acco",
 }
+TABLE = {  # as the records' table names them
+    "all ranks in one group": "exact",
+    "exact delayed step over levels": "exact_levels",
+    "ZeRO-1 of DeepSpeed": "stock_zero1",
+    "copies of a node": "acco_node",
+    "copies of each rank": "acco",
+}
 RECORDS = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "twonode").glob("*_1gbit_m16_*acco*.json")]
 
 
@@ -35,8 +42,18 @@ def rows(columns: int, pattern: str) -> list[list[str]]:
     return [[cell.strip() for cell in cells] for cells in found if len(cells) == columns]
 
 
-def record_of(arm: str, other: str, tokens: int) -> dict[str, Any]:
-    (found,) = [each for each in RECORDS if {arm, other} <= set(each["arms"]) and each["tokens"] == tokens]
+def records() -> dict[str, dict[str, Any]]:
+    """The records by the number that the page gives them: those of its table's day, tokens and arms."""
+    named: dict[str, tuple[str, str, set[str]]] = {}
+    for number, day, tokens, arm, *_ in rows(7, r"^\| \d \| 20"):
+        named.setdefault(number, (day, tokens, set()))[2].add(next(own for text, own in TABLE.items() if text in arm))
+    found = {}
+    for number, (day, tokens, arms) in named.items():
+        (found[number],) = [
+            each
+            for each in RECORDS
+            if each["date"].startswith(day) and each["tokens"] == int(tokens) and set(each["arms"]) == arms
+        ]
     return found
 
 
@@ -46,11 +63,11 @@ def seconds(record: dict[str, Any], arm: str) -> list[float]:
 
 
 def test_each_ratio_is_that_of_the_medians_of_its_record() -> None:
-    shown = rows(7, "not met")
-    assert len(shown) == len(RECORDS)
-    for copies, over, tokens, ratio, turns, asked, _ in shown:
-        acco, other = ARMS[copies], ARMS[over]
-        record = record_of(acco, other, int(tokens))
+    shown, known = rows(8, "not met"), records()
+    assert sorted(cells[0] for cells in shown) == sorted(known) and len(shown) == len(RECORDS)
+    for number, copies, over, tokens, ratio, turns, asked, _ in shown:
+        acco, other, record = ARMS[copies], ARMS[over], known[number]
+        assert set(record["arms"]) == {acco, other} and record["tokens"] == int(tokens)
         medians = [median(seconds(record, arm)) for arm in (other, acco)]
         single = [a / b for a, b in zip(seconds(record, other), seconds(record, acco), strict=True)]
         assert ratio == f"{medians[0] / medians[1]:.3f}"
@@ -59,25 +76,20 @@ def test_each_ratio_is_that_of_the_medians_of_its_record() -> None:
 
 
 def test_each_row_of_the_records_table_has_their_numbers() -> None:
-    shown = rows(6, r"^\| \d \|")
-    assert len(shown) == 2 * len(RECORDS)
-    known = {
-        (
-            record["tokens"],
-            *(f"{found[key]:.2f}" for key in ("step_s", "link_bound_s")),
-            round(found["inbound_bytes_per_step"] / 1e6),
-        )
-        for record in RECORDS
-        for found in record["arms"].values()
-    }
-    for _, tokens, _, step_s, inbound, link_s in shown:
-        assert (int(tokens), step_s, link_s) in {each[:3] for each in known}
-        assert any(abs(int(inbound) - each[3]) <= 1 for each in known if each[1] == step_s)
+    shown, known = rows(7, r"^\| \d \| 20"), records()
+    assert len(shown) == 2 * len(RECORDS) == 2 * len(known)
+    for number, _, _, arm, step_s, inbound, link_s in shown:
+        found = known[number]["arms"][next(own for text, own in TABLE.items() if text in arm)]
+        assert [f"{found[key]:.2f}" for key in ("step_s", "link_bound_s")] == [step_s, link_s]
+        assert abs(int(inbound) - found["inbound_bytes_per_step"] / 1e6) <= 1
 
 
 def test_the_cores_were_as_busy_as_the_page_says_and_all_kept_everything() -> None:
     busy = [found["busy_cores"] / 2 for record in RECORDS for found in record["arms"].values()]
     assert f"{100 * min(busy):.0f} to {100 * max(busy):.0f} % busy" in PAGE
+    (later,) = [record for record in RECORDS if "Xeon" in record["machine"]["cpu"]]
+    cores = [later["arms"][arm]["busy_cores"] for arm in ("stock_zero1", "acco_node")]
+    assert f"{cores[0]:.2f} and {cores[1]:.2f} of 2 cores busy" in " ".join(PAGE.split())
     sections = [found["vertical_schedule"] for record in RECORDS for found in record["configs"].values()]
     assert {json.dumps(each.get("activations")) for each in sections if each["enabled"]} == {'{"keep": "everything"}'}
 
@@ -136,3 +148,13 @@ def test_the_script_draws_a_trace(tmp_path: Path) -> None:
     drawn = out.read_text()
     assert drawn.count("<rect") == 1 + len(STEP.spans) - 1  # the ground, and all but the hop within a node
     assert ">5.00 s<" in drawn
+
+
+def test_the_picture_has_the_scripts_lanes() -> None:
+    """Twelve layers and a prefix: each is committed, predicted, sent twice and summed twice."""
+    picture = (ROOT / "docs" / "acco_rounds.svg").read_text()
+    assert all(f">{name}<" in picture for name in acco_rounds.LANES)
+    bars = [picture.count(f'fill="{colour}"') for colour in acco_rounds.COLOURS]
+    assert bars[acco_rounds.COMMITS] == bars[acco_rounds.PREDICTS] == 12 + 1
+    assert bars[acco_rounds.WEIGHTS] == bars[acco_rounds.GRADIENTS] == 2 * (12 + 1)
+    assert bars[acco_rounds.FIRST] == bars[acco_rounds.SECOND] > 0 and bars[acco_rounds.WAITS] > 0

@@ -47,8 +47,8 @@ def test_a_record_with_all_runs_stays_as_it_is(tmp_path: Path, words: list[str],
     [
         ({"lr": 1e-3}, "its runs have lr 0.001, and those asked for have 0.0006; write that record's settings, or --out FILE"),
         ({"warmup_num_steps": 8}, "its runs have warmup_num_steps 8, and those asked for have 2"),
-        ({"text": "0123"}, 'its runs have text "0123", and those asked for have "'),
-        ({"text": None}, "its runs have a text that it does not say"),
+        ({"text": "0123"}, 'its runs have text "0123", and those asked for have "[0-9a-f]+"; write --out FILE'),
+        ({"text": None}, 'its runs have a text that it does not say, and those asked for have "[0-9a-f]+"; write --out FILE'),
         ({"more": 1}, "its runs have more 1, and those asked for have null"),
     ],
 )
@@ -95,6 +95,56 @@ def test_quantised_runs_are_not_overwritten(tmp_path: Path) -> None:
     assert quantised_loss.recorded(path, {"steps": 2})["held_out"] == {"exact": LOSSES}
     with pytest.raises(SystemExit, match="its runs have steps 2, and those asked for have 3"):
         quantised_loss.recorded(path, {"steps": 3})
+
+
+SKIPPING = """
+import runpy, sys
+sys.path[:0] = {paths}
+import delayed_steps
+from ds_vertical.engine.acco import steps
+
+class Loop(delayed_steps.DelayedLoop):
+    number = 0
+
+    def run_schedules(self, bodies, scale_of):
+        Loop.number += 1
+        if Loop.number != 3:
+            return super().run_schedules(bodies, scale_of)
+        hook = list(self.engine.module.modules())[-1].register_forward_hook(lambda _, given, out: out * float("nan"))
+        try:
+            return super().run_schedules(bodies, scale_of)
+        finally:
+            hook.remove()
+
+    def conclude_prediction(self, counts):
+        super().conclude_prediction(counts)
+        if self.engine.global_rank == 0:
+            print("concluded", Loop.number, counts, self._weights_of.prediction.is_there, flush=True)
+
+steps.HalvesLoop = Loop
+sys.argv[0] = str(delayed_steps.TRAIN)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_delayed_step_that_is_skipped_leaves_none_due(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of step 3 is NaN: what it computed with is forgotten, and step 4 computes with what step 2 made."""
+    script, config = tmp_path / "skipping.py", tmp_path / "config.json"
+    script.write_text(SKIPPING.format(paths=[str(ROOT / "benchmarks"), str(ROOT / "scripts")]))
+    monkeypatch.setattr(acco_loss, "NUM_RANKS", 2)
+    monkeypatch.setitem(acco_loss.ARMS, "dpu", (acco_loss.ARMS["dpu"][0], script))
+    options = acco_loss.parsed([*words, "--steps", "4", "--schedule", "constant"])
+    config.write_text(json.dumps(acco_loss.build_config(ROOT / "configs" / "gpt_13m_cpu.json", "dpu", options)))
+    (port,) = acco_loss.free_ports(1)
+    losses = acco_loss.train(config, tmp_path / "out", "dpu", 0, port, options)
+    log = Path(f"{tmp_path / 'out'}.log").read_text()
+    concluded = [line.partition("concluded ")[2] for line in log.splitlines() if "concluded " in line]
+    assert concluded == ["1 True True", "2 True True", "3 False False", "4 True True"]
+    assert [each["step"] for each in losses] == [0, 2, 4] and losses[-1]["loss"] < losses[-2]["loss"]
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 A half is simulated as every schedule is: steady halves, one behind the other, each of which makes the next one's values
 (`schedule.halves`). A step is two of them. Weights, state and gradients rest in host memory: acco takes them from nowhere else.
-So do activations, whose folder on SSD is that of weights or state.
+So do activations, whose folder on SSD is that of weights or state. A forward keeps nothing for its backward.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def json_changes(config: JsonObject, copies: Copies, ranks_per_node: int) -> Jso
         f"{SECTION}.acco": {"copies": copies},
         f"{SECTION}.optimizer_delay": 1,
         f"{SECTION}.levels": None,
+        f"{SECTION}.nvme_paths": None,
+        f"{SECTION}.activations": {"device": Tier.DEVICE.value, "keep": "none"},  # as `_two_halves` has it
         PARTITION_SIZE: ranks_per_node if copies == "node" else None,
     }
     in_memory = {"optimizer_host_share": 1, "gradient_host_share": 1, "optimizer_read_ahead_bytes": 0}
     wanted |= {f"{SECTION}.{key}": value for key, value in in_memory.items()}
     wanted |= {f"zero_optimization.{name}.device": "cpu" for name in ("offload_param", "offload_optimizer")}
-    if Tier.SSD.value in config[SECTION].get("activations", {}).values():  # whose folder is that of parameters or state
-        wanted[f"{SECTION}.activations"] = {"device": Tier.DEVICE.value}
     return {path: value for path, value in wanted.items() if value_at(config, path) != value}
 
 

@@ -172,20 +172,25 @@ def as_told(config: dict[str, Any], line: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("copies", ["rank", "node"])
+@pytest.mark.parametrize("ssds", [["/ssd"], ["/ssd1", "/ssd2"]])
 @pytest.mark.parametrize(("rate", "memory"), [(1e13, "64G"), (2e8, "64G"), (2e8, "3G")])
 def test_the_plans_json_trains_with_halves_once_it_is_changed_as_the_line_says(
-    tmp_path: Path, rate: float, memory: str, copies: str
+    tmp_path: Path, rate: float, memory: str, ssds: list[str], copies: str
 ) -> None:
-    """Also where the plan has levels, or state and weights on SSD."""
-    words = ["--model", "gpt_101m", "--tokens-per-step", "8192", "--nodes", "2", "--num-ranks", "2", "--nvme-path", "/ssd"]
+    """Also where the plan has levels, state and weights on one SSD or two, or kept activations."""
+    words = ["--model", "gpt_101m", "--tokens-per-step", "8192", "--nodes", "2", "--num-ranks", "2", "--nvme-path", *ssds]
     words += ["--host-memory", memory]
     found = command.plan(command.parsed([*words, *machine_and_links(tmp_path, rate)]))
     assert rate == 1e13 or found["config"]["vertical_schedule"]["levels"]
     assert (found["config"]["zero_optimization"]["offload_optimizer"]["device"] == "nvme") == (memory == "3G")
+    planned = found["config"]["vertical_schedule"]
+    assert planned.get("nvme_paths") == (ssds if len(ssds) > 1 else None)
+    assert (planned["activations"]["keep"] == "everything") == (rate == 1e13)
     faster = found["acco"] | {"copies": copies, "step_over_chosen": 0.9, "short": {}}
     line = next(line for line in command.plan_lines(found | {"acco": faster}) if line.startswith("acco"))
     changed = move_levels(as_told(found["config"], line))
     section = load_section(changed)
     assert section is not None and section.acco is not None and section.acco.copies == copies
     check(changed, section, "cpu")  # raises what is wrong
+    assert changed["vertical_schedule"]["activations"] == {"device": "device", "keep": "none"}  # as the halves are simulated
     assert resolve(section).levels.ranks_per_node == (2 if copies == "node" else 1)
