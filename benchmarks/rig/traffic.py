@@ -10,7 +10,8 @@ from typing import Any, Final
 OVERHEAD: Final = 0.02
 _FP32_BYTES: Final = 4
 _WEIGHT_BITS: Final = 8
-_KINDS: tuple[str, ...] = ("gathered", "reduced", "spread", "crossed", "gathered_within", "reduced_within")  # see `scheduled_bytes`
+# See `scheduled_bytes`
+_KINDS: tuple[str, ...] = ("gathered", "reduced", "spread", "crossed", "gathered_within", "reduced_within")
 
 
 def scheduled_bytes(engine: Any) -> dict[str, int]:
