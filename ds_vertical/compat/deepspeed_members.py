@@ -140,6 +140,7 @@ CALLED: Final[Mapping[str, Rows]] = {
         ("gradient_clipping", "engine.checkpoint.run_state", "self"),
         ("zero_sub_group_size", "engine.checkpoint.run_state", "self"),
         ("use_node_local_storage", "engine.checkpoint.run_state", "self"),
+        ("zero_gather_16bit_weights_on_model_save", "engine.integrations.trainer", "self"),
     ),
     "deepspeed.runtime.engine": (("autocast_if_enabled", "engine.train_loop", "engine"),),
     STAGE3: (

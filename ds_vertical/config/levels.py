@@ -30,7 +30,8 @@ _ZERO_INIT_FAILS: Final = "zero.Init fails"
 _QUANTIZED_BY_STOCK: Final = {
     "zero_quantized_weights": _ZERO_INIT_FAILS,
     "zero_quantized_nontrainable_weights": _ZERO_INIT_FAILS,
-    "zero_quantized_gradients": "the key does nothing on one host, and the first backward fails on several",
+    "zero_quantized_gradients": "the first backward fails where DeepSpeed counts several nodes (ranks divided by LOCAL_SIZE, or"
+    " by NUMA nodes where that is not set), and elsewhere the key does nothing",
 }
 # By the type of the value for "off": what reads a value as DeepSpeed does, what a value must be, and an example
 _READERS: Final[Mapping[type, tuple[TypeAdapter[Any], str, str]]] = {

@@ -26,7 +26,7 @@ from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import manifest, parts, run_state
 from ds_vertical.engine.checkpoint.manifest import FileRange, RankManifest, SavedFile, TensorEntry
 from ds_vertical.engine.checkpoint.manifest_schema import SIGNPOST
-from ds_vertical.engine.checkpoint.shared_dir import Place, Places, check_seen, find_places, mend
+from ds_vertical.engine.checkpoint.shared_dir import Place, Places, check_all_see, find_places, mend
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder, check_tag, sync_file, sync_folder, write_synced
 from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.interrupts import deferred
@@ -112,8 +112,7 @@ def new_folder(
             if places.is_first:
                 folder.make([*scripts, *([manifest.LATEST] if save_latest else [])])
             reach("folder made")
-        with ranks.all_or_none("save_checkpoint"):
-            check_seen(folder.beside, save_dir, places.own.host, places.own.ranks[0])
+        check_all_see(folder.beside, save_dir, "save_checkpoint", places.own)
         yield folder, places
         with ranks.all_or_none("save_checkpoint"):
             if places.is_first:

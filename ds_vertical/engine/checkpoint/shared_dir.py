@@ -18,10 +18,11 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
@@ -31,15 +32,16 @@ from ds_vertical.errors import CheckpointError
 from ds_vertical.io.runs.this_host import host_id
 
 KEY = "checkpoint.use_node_local_storage"
-_BY_JSON = 'write "checkpoint": {"use_node_local_storage": true} into the JSON'
+_BY_JSON = 'or write "checkpoint": {"use_node_local_storage": true} into the JSON, for a folder on each host'
+_NEVER = 'or pass save_strategy="no" where no checkpoint is wanted'
 # the Trainer's ranks go separate ways where weights are gathered: those of other hosts get none, and save a checkpoint instead
 _BY_TRAINER = (
-    'pass save_on_each_node=True to TrainingArguments, with "stage3_gather_16bit_weights_on_model_save": false in the JSON'
+    'or pass save_on_each_node=True to TrainingArguments, with "stage3_gather_16bit_weights_on_model_save": false in the JSON,'
+    f" for a folder on each host; {_NEVER}"
 )
-_SHARE = (
-    "All hosts need one folder for a checkpoint; write a path on a file system that they share, such as NFS or Lustre, or"
-    " %s, for a folder on each host"
-)
+_SHARE = "All hosts need one folder for a checkpoint; write a path on a file system that they share, such as NFS or Lustre, %s"
+NUM_LOOKS: Final = 60  # for what a rank of another host has made: an NFS client may take a folder as absent for a minute
+BETWEEN_LOOKS_S: Final = 1.0
 
 
 class Place(NamedTuple):
@@ -75,13 +77,32 @@ class Places:
 # ---- ahead of a save
 
 
-def check_seen(path: Path, save_dir: Path, makers_host: str, maker: int = 0, node_local: str = _BY_JSON) -> None:
-    """Raise CheckpointError where this rank does not see the new folder or file that rank `maker` has just made in
-    `save_dir`. `node_local`: how the user gives each host a folder of its own, for the message."""
+def check_all_see(path: Path, save_dir: Path, what: str, made_at: Place, remedy: str = _BY_JSON) -> None:
+    """Let all ranks look for the new folder or file that the first rank of `made_at` has just made in `save_dir`; where ranks
+    are on several hosts and one does not see it, all look again, for up to a minute. `what`: as for `find_places`; `remedy`:
+    what the user may write in place of a shared path, for the message. Collective. Raises CheckpointError where a rank does not
+    see it, OtherRankError, OSError."""
+    is_on_one_host = ranks.ranks_on_this_host() == ranks.world_size()
+    for look in range(0 if is_on_one_host else NUM_LOOKS):
+        with ranks.all_or_none(what):
+            is_seen = path.exists()
+        if ranks.is_true_on_all_ranks(is_seen):
+            return
+        if look == 0:
+            accelerator.log(
+                f"ds_vertical: {save_dir}: not every host sees what rank {made_at.ranks[0]} on host {made_at.host} has just"
+                f" written there; all ranks look again for up to {NUM_LOOKS * BETWEEN_LOOKS_S:.0f} s"
+            )
+        time.sleep(BETWEEN_LOOKS_S)  # on all ranks, and not in a collective, which Ctrl-C would not end
+    with ranks.all_or_none(what):
+        _check_seen(path, save_dir, made_at, remedy)
+
+
+def _check_seen(path: Path, save_dir: Path, made_at: Place, remedy: str = _BY_JSON) -> None:
     if not path.exists():
         raise CheckpointError(
-            f"{save_dir}: host {socket.gethostname()} does not see what rank {maker} on host {makers_host} has just written"
-            f" there. {_SHARE % node_local}"
+            f"{save_dir}: host {socket.gethostname()} does not see what rank {made_at.ranks[0]} on host {made_at.host} has just"
+            f" written there. {_SHARE % remedy}"
         )
 
 
@@ -94,15 +115,16 @@ def check_at_start(save_dir: Path, node_local: bool) -> None:
     check_shared(save_dir, node_local, what)
 
 
-def check_output_dir(output_dir: Path, node_local: bool) -> None:
-    """As `check_shared`, for the folder in which a Trainer makes one for each checkpoint. Collective."""
-    check_shared(output_dir, node_local, "TrainingArguments.output_dir", _BY_TRAINER)
+def check_output_dir(output_dir: Path, node_local: bool, may_be_apart: bool) -> None:
+    """As `check_shared`, for the folder in which a Trainer makes one for each checkpoint. `may_be_apart`: whether it can save
+    to a folder on each host. Collective."""
+    check_shared(output_dir, node_local, "TrainingArguments.output_dir", _BY_TRAINER if may_be_apart else _NEVER)
 
 
 def check_shared(folder: Path, node_local: bool, what: str, remedy: str = _BY_JSON) -> None:
     """Where ranks are on several hosts, let all of them look for a file that rank 0 writes in a folder and removes again; with
     `node_local`, find the places. The folder is made then where there is none. `what`: as for `find_places`; `remedy`: as
-    `check_seen` has it. Collective. Raises CheckpointError, OtherRankError, OSError."""
+    `check_all_see` has it. Collective. Raises CheckpointError, OtherRankError, OSError."""
     if ranks.ranks_on_this_host() == ranks.world_size():
         return
     if node_local:
@@ -115,8 +137,7 @@ def check_shared(folder: Path, node_local: bool, what: str, remedy: str = _BY_JS
             if is_first:
                 make_folder(folder)
                 path.touch()
-        with ranks.all_or_none(what):
-            check_seen(path, folder, host, node_local=remedy)
+        check_all_see(path, folder, what, Place(host, (0,)), remedy)
     finally:
         if is_first:
             with contextlib.suppress(OSError):
@@ -142,7 +163,7 @@ def find_places(save_dir: Path, what: str) -> Places:
             seen = [first for first in firsts if token_of(first).exists()]
             first = ids.index(ids[own])
             if first not in seen:
-                check_seen(token_of(first), save_dir, told[first][2], first)
+                _check_seen(token_of(first), save_dir, Place(told[first][2], (first,)))
         leads = ranks.all_gathered(min(seen))
     finally:
         if own in firsts:

@@ -41,6 +41,7 @@ class _Accelerator(Protocol):
 class _Arguments(Protocol):
     output_dir: str
     prediction_loss_only: bool
+    save_on_each_node: bool
     save_only_model: bool
     save_strategy: str
 
@@ -50,6 +51,7 @@ class Trainer(Protocol):
 
     accelerator: _Accelerator
     args: _Arguments
+    model: nn.Module
     model_wrapped: nn.Module
     get_batch_samples: Callable[..., tuple[Sequence[object], object]]
     training_step: Callable[..., object]

@@ -29,7 +29,7 @@ from ds_vertical.engine.integrations.eval_windows import EvaluationWindows, Prep
 from ds_vertical.engine.integrations.made_trainers import CALLED_WITH, Trainer, check_signature, set_sync_gradients
 from ds_vertical.engine.integrations.micro_steps import GenerationError, refuse_in_a_step
 from ds_vertical.engine.integrations.stock_calls import in_micro_step
-from ds_vertical.errors import LayerError, LoopError
+from ds_vertical.errors import ConfigError, LayerError, LoopError
 
 T = TypeVar("T")
 _MARK: Final = "refuses_micro_steps"
@@ -47,6 +47,8 @@ _GENERATING: Final = (
     "IWOPDTrainer",
     "A2POTrainer",
 )
+_ADAPTED: Final = ("PeftModel", "PeftMixedModel")  # by class: the Trainer gathers what is trained, whatever the JSON says
+_GATHER: Final = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
 def bridge(trainer: Trainer) -> None:
@@ -136,12 +138,18 @@ class Bridge:
         return CountedByTrainer(self._trainer, lambda line: accelerator.log(f"ds_vertical: warning: {line}"))
 
     def _check_output_dir(self, engine: CallableEngine) -> None:
-        """Refuse a folder for checkpoints that not all hosts see, ahead of the first step: the first save would."""
+        """Refuse a folder for checkpoints that not all hosts see, ahead of the first step: the first save would. The Trainer
+        saves a checkpoint in place of a model whose weights it does not gather."""
         args = self._trainer.args
-        if args.save_strategy == "no" or args.save_only_model or args.output_dir == self._checked_dir:
+        if args.save_strategy == "no" or args.output_dir == self._checked_dir:
             return
+        has_adapters = any(cls.__name__ in _ADAPTED for cls in type(self._trainer.model).__mro__)
+        gathers = has_adapters or engine.zero_gather_16bit_weights_on_model_save()
         with ranks.collective_section("TrainingArguments.output_dir"):
-            shared_dir.check_output_dir(Path(args.output_dir), engine.use_node_local_storage())
+            if gathers and args.save_on_each_node:
+                _refuse_on_each_node(has_adapters)
+            if not (gathers and args.save_only_model):
+                shared_dir.check_output_dir(Path(args.output_dir), engine.use_node_local_storage(), not has_adapters)
         self._checked_dir = args.output_dir
 
     def _refuse_evaluated(self, model: nn.Module) -> None:
@@ -161,6 +169,22 @@ class Bridge:
                     f"{cls.__name__}: its micro-steps generate text, which calls the model's layers once for each token;"
                     " layer-major order cannot follow it: set vertical_schedule.enabled to false"
                 )
+
+
+def _refuse_on_each_node(has_adapters: bool) -> None:
+    """The Trainer gathers weights on rank 0 alone; on the other hosts it then saves a checkpoint, for which nobody waits with
+    it. `has_adapters`: PEFT has made the model, and the Trainer gathers whatever the JSON says."""
+    if ranks.ranks_on_this_host() == ranks.world_size():
+        return
+    shared = "pass save_on_each_node=False and an output_dir on a file system that all hosts share"
+    if has_adapters:
+        cause, remedy = "a model of PEFT", shared
+    else:
+        cause, remedy = f"{_GATHER} true", f"write {_GATHER} false into the JSON, or {shared}"
+    raise ConfigError(
+        f"TrainingArguments.save_on_each_node: got True with {cause} on several hosts: the Trainer gathers the weights on rank"
+        f" 0 alone, and the first save would stand still; {remedy}"
+    )
 
 
 class _TooLargeError(Exception):

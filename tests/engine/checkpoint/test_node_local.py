@@ -7,9 +7,12 @@ import errno
 import json
 import os
 import shutil
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +83,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     ):
         monkeypatch.setattr(ranks, name, value)
     monkeypatch.setattr(shared_dir, "host_id", made.name)
+    monkeypatch.setattr(shared_dir, "BETWEEN_LOOKS_S", 0.01)
     monkeypatch.setattr(socket, "gethostname", made.name)
     monkeypatch.setattr(accelerator.dist, "get_rank", made.rank)
     yield made
@@ -111,21 +115,58 @@ def text_in(folder: Path) -> str:
 
 
 def test_a_folder_that_hosts_do_not_share_is_refused_with_the_remedy_of_whoever_names_it(hosts: Hosts) -> None:
+    never = 'or pass save_strategy="no" where no checkpoint is wanted'
     for check, remedy in (
-        (shared_dir.check_at_start, 'write "checkpoint": {"use_node_local_storage": true} into the JSON'),
         (
-            shared_dir.check_output_dir,
-            "pass save_on_each_node=True to TrainingArguments, with"
-            ' "stage3_gather_16bit_weights_on_model_save": false in the JSON',
+            shared_dir.check_at_start,
+            'or write "checkpoint": {"use_node_local_storage": true} into the JSON, for a folder on each host',
         ),
+        (
+            partial(shared_dir.check_output_dir, may_be_apart=True),
+            'or pass save_on_each_node=True to TrainingArguments, with "stage3_gather_16bit_weights_on_model_save": false in'
+            f" the JSON, for a folder on each host; {never}",
+        ),
+        (partial(shared_dir.check_output_dir, may_be_apart=False), never),
     ):
         first, second = hosts.run(lambda folder, check=check: check(folder, False))
         assert isinstance(second, CheckpointError) and isinstance(first, OtherRankError)
         assert str(second).startswith(f"{hosts.folders[1]}: host B does not see what rank 0 on host A has just written there. ")
-        assert str(second).endswith(f", or {remedy}, for a folder on each host") and str(second) in str(first)
+        assert str(second).endswith(f"such as NFS or Lustre, {remedy}") and str(second) in str(first)
         assert hosts.run(lambda folder, check=check: check(folder, True)) == [None, None], "each has its own"
         assert hosts.run(lambda _, check=check: check(hosts.folders[0], False)) == [None, None], "they share it"
         assert [list(each.iterdir()) for each in hosts.folders] == [[], []]
+
+
+def test_a_file_that_a_host_sees_late_is_waited_for_on_all(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an NFS client does that takes a folder as absent for a while: host B's third look is the first that sees the file."""
+    looks: dict[Path, int] = {}
+    exists = Path.exists
+
+    def late(path: Path) -> bool:
+        looks[path.parent] = looks.get(path.parent, 0) + 1
+        if path.parent == hosts.folders[1] and looks[path.parent] == 3:
+            path.touch()
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", late)
+    assert hosts.run(lambda folder: shared_dir.check_at_start(folder, False)) == [None, None]
+    assert [looks[folder] for folder in hosts.folders] == [3, 3], "the ranks go on together"
+    said = f"{hosts.folders[0]}: not every host sees what rank 0 on host A has just written there; all ranks look again"
+    assert capsys.readouterr().out.count(said) == 1
+
+
+def test_the_wait_for_a_file_ends_with_an_interrupt(tmp_path: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "is_true_on_all_ranks", lambda flag: flag)
+    monkeypatch.setattr(shared_dir, "BETWEEN_LOOKS_S", 20.0)
+    start = time.monotonic()
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        shared_dir.check_all_see(tmp_path / "absent", tmp_path, "a test", shared_dir.Place("A", (0,)))
+    assert time.monotonic() - start < 10
+    timer.join()
 
 
 # ---- a tag that was not there

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from ds_vertical.distributed import ranks
 from ds_vertical.engine.integrations import eval_windows
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.train_loop import seeded
-from ds_vertical.errors import LayerError, LoopError
+from ds_vertical.errors import ConfigError, LayerError, LoopError
 from ds_vertical.model.batch import stream_seed
 
 
@@ -146,23 +146,26 @@ def test_a_run_goes_on_from_a_checkpoint_of_stocks(tmp_path: Path, kind: str) ->
 
 
 @pytest.mark.parametrize(
-    ("saving", "is_looked_at"),
+    ("saving", "gathers", "is_looked_at"),
     [
-        ({"save_strategy": "steps"}, True),
-        pytest.param({"save_strategy": "epoch", "save_on_each_node": True}, True, marks=pytest.mark.slow),
-        ({"save_strategy": "no"}, False),
-        pytest.param({"save_strategy": "steps", "save_only_model": True}, False, marks=pytest.mark.slow),
+        ({"save_strategy": "steps"}, True, True),
+        pytest.param({"save_strategy": "epoch", "save_on_each_node": True}, False, True, marks=pytest.mark.slow),
+        ({"save_strategy": "no"}, False, False),
+        ({"save_strategy": "steps", "save_only_model": True}, False, True),
+        ({"save_strategy": "steps", "save_only_model": True}, True, False),
     ],
 )
 def test_the_first_step_looks_at_the_folder_of_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saving: dict[str, Any], is_looked_at: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saving: dict[str, Any], gathers: bool, is_looked_at: bool
 ) -> None:
-    """A file in the folder's place is in the way of whoever looks; this rank hears of more ranks on its host than there are."""
+    """A file in the folder's place is in the way of whoever looks; this rank hears of more ranks on its host than there are. A
+    Trainer that is to save the model alone saves a checkpoint where it does not gather the weights."""
     from transformers import Trainer
 
     monkeypatch.setattr(ranks, "ranks_on_this_host", lambda: 2)
 
     def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = gathers
         args = arguments_for(folder, config, max_steps=1, **saving)
         trainer = Trainer(model=tiny_llama(num_layers=2), args=args, train_dataset=token_rows(8), callbacks=[stopping_at(1)])
         Path(args.output_dir).rmdir()
@@ -174,6 +177,44 @@ def test_the_first_step_looks_at_the_folder_of_checkpoints(
 
     seen = run_arm(tmp_path, vertical=True, train=train)
     assert seen.more["steps"] == (0 if is_looked_at else 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "save_only_model", "is_on_one_host"),
+    [("full", True, False), ("lora", False, False), pytest.param("lora", False, True, marks=pytest.mark.slow)],
+)
+def test_the_first_step_refuses_a_folder_on_each_host_where_weights_are_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, save_only_model: bool, is_on_one_host: bool
+) -> None:
+    """Those of PEFT's models are, whatever the JSON says. On one host nobody is apart."""
+    from peft import get_peft_model
+    from transformers import Trainer
+
+    gather = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    shared = "pass save_on_each_node=False and an output_dir on a file system that all hosts share"
+    cause, remedy = {"full": (f"{gather} true", f"write {gather} false into the JSON, or {shared}")}.get(
+        kind, ("a model of PEFT", shared)
+    )
+
+    if not is_on_one_host:
+        monkeypatch.setattr(ranks, "ranks_on_this_host", lambda: 2)
+
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = kind == "full"
+        saving = {"save_strategy": "steps", "save_on_each_node": True, "save_only_model": save_only_model}
+        args = arguments_for(folder, config, max_steps=1, **saving)
+        model = tiny_llama(num_layers=2) if kind == "full" else get_peft_model(tiny_llama(num_layers=2), adapter())
+        trainer = Trainer(model=model, args=args, train_dataset=token_rows(8), callbacks=[stopping_at(1)])
+        with nullcontext() if is_on_one_host else pytest.raises(ConfigError) as caught:
+            trainer.train()
+        assert trainer.state.global_step == is_on_one_host
+        if caught is not None:
+            told = str(caught.value)
+            assert told.startswith(f"TrainingArguments.save_on_each_node: got True with {cause} on several hosts: ")
+            assert told.endswith(f"would stand still; {remedy}")
+        return trainer
+
+    run_arm(tmp_path, vertical=True, train=train)
 
 
 def stopping_at(step: int) -> Any:

@@ -14,6 +14,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.two_hosts, pytest.mark.timeout(900)]
 SCRIPT = f"""
 import runpy, sys
 import ds_vertical
+from ds_vertical.engine.checkpoint import shared_dir
+shared_dir.BETWEEN_LOOKS_S = 0.05
 ds_vertical.patch()
 runpy.run_path({str(ROOT / "tests" / "scripts" / "trainer.py")!r}, run_name="__main__")
 """
