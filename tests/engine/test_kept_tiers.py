@@ -198,7 +198,7 @@ def test_a_block_whose_kind_was_not_measured_counts_as_the_nearest_of_its_class(
     small, large = layers.blocks[3].kind, layers.blocks[4].kind
     found = measured_step(Probe(found={small: times_of(3_000_000), large: times_of(8_000_000)}), None, layers, ROOM)
     assert found.menu == {"products": ((3 * 3e6 + 2 * 8e6) / 5, pytest.approx(0.02))}, "the last layer keeps its graph"
-    assert found.seconds.block_forward == pytest.approx(0.05) and found.seconds.head_s > 0
+    assert found.seconds.block_forward == pytest.approx(0.05) and found.seconds.head > 0
     assert measured_step(Probe(), None, layers, ROOM).menu == {}
 
 
@@ -219,7 +219,7 @@ def test_where_upper_blocks_alone_are_trained_their_kind_fills_the_menu() -> Non
 def test_partitioned_parameters_count_whole_in_what_stands_around_the_blocks() -> None:
     def head_s(model: nn.Module) -> float:
         layers = map_layers(model, ["blocks"])
-        return measured_step(Probe(found={layers.blocks[0].kind: times_of(1)}), None, layers, ROOM).seconds.head_s
+        return measured_step(Probe(found={layers.blocks[0].kind: times_of(1)}), None, layers, ROOM).seconds.head
 
     model = model_of(Block, Block)
     whole = head_s(model)
