@@ -137,7 +137,8 @@ class MemoryOptimizer:
         self, unit: Unit, sums: Iterator[torch.Tensor], flat: torch.Tensor | None, give_back: Callable[[torch.Tensor], None]
     ) -> bool:
         params = self.params.units[unit]
-        self.grads |= {id(p): total.view(p.shape).clone() for p, total in zip(params, sums, strict=True)}
+        trained = [param for param in params if param.requires_grad]
+        self.grads |= {id(p): total.view(p.shape).clone() for p, total in zip(trained, sums, strict=True)}
         return False
 
     def reducing(self, unit: Unit) -> None:
@@ -190,7 +191,8 @@ class MemoryOptimizer:
             self.step_unit(unit).wait()
 
     def _stepped(self, param: nn.Parameter) -> torch.Tensor:
-        return self.params.home[id(param)] - LR * self.grads[id(param)]
+        home = self.params.home[id(param)]
+        return home - LR * self.grads[id(param)] if param.requires_grad else home
 
 
 class ToyTraining:
