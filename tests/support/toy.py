@@ -220,7 +220,8 @@ class ToyTraining:
         return self._named(self.params.home)
 
     def _named(self, values: dict[int, torch.Tensor]) -> Grads:
-        return {name: values[id(param)].clone() for name, param in self.model.named_parameters()}
+        trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
+        return {name: values[id(param)].clone() for name, param in trained}
 
 
 def plain_step(model: ToyModel, bodies: Sequence[Callable[[], Any]], seed: int) -> tuple[list[float], Grads]:
