@@ -81,6 +81,11 @@ class LayerMap:
         return Outside(SUF in self.units, tuple(unit for unit in (PRE, SUF) if unit in self.apart))
 
     @property
+    def keeping_blocks(self) -> list[Block]:
+        """Those whose calls may keep something for their backward: all but the last layer's, which keeps its graph."""
+        return [self.blocks[index] for own in self.layers[:-1] for index in own]
+
+    @property
     def num_layers(self) -> int:
         """How many layers the schedule walks."""
         return len(self.layers)
@@ -159,7 +164,7 @@ def _named_groups(model: nn.Module, paths: Sequence[str]) -> list[list[Block]]:
 
 def _discovered_groups(model: nn.Module) -> list[list[Block]]:
     depths = _config_depths(model)
-    total = sum(_numel(p) for p in model.parameters())
+    total = sum(num_elements(p) for p in model.parameters())
     runs: list[list[Block]] = []
     taken: list[str] = []
     for path, module in model.named_modules():
@@ -181,7 +186,7 @@ def _discovered_groups(model: nn.Module) -> list[list[Block]]:
 
 
 def _share(run: Sequence[Block], total: int) -> float:
-    return sum(_numel(p) for block in run for p in block.module.parameters()) / max(1, total)
+    return sum(num_elements(p) for block in run for p in block.module.parameters()) / max(1, total)
 
 
 def _repeated(model: nn.Module, runs: Sequence[Sequence[Block]], total: int) -> list[list[Block]]:
@@ -415,10 +420,11 @@ def kind_names(blocks: Iterable[nn.Module]) -> list[str]:
 
 
 def _block_kind(block: nn.Module) -> BlockKind:
-    return type(block), sum(map(_numel, block.parameters()))
+    return type(block), sum(map(num_elements, block.parameters()))
 
 
-def _numel(param: nn.Parameter) -> int:
+def num_elements(param: nn.Parameter) -> int:
+    """Of the whole parameter, also where it is partitioned, and its own tensor is empty."""
     return int(getattr(param, "ds_numel", param.numel()))
 
 
@@ -444,7 +450,7 @@ def refuse_use_outside(blocks: Sequence[Block], params: Iterable[object], error:
         return
     names = {id(param): _join(each.path, name) for each in blocks for name, param in each.module.named_parameters()}
     for param in params:
-        if isinstance(param, nn.Parameter) and param.numel() == 0 < _numel(param) and id(param) in names:
+        if isinstance(param, nn.Parameter) and param.numel() == 0 < num_elements(param) and id(param) in names:
             raise LayerError(
                 f"{names[id(param)]} is used by code outside its block's forward, where it is away (by itself, or through a"
                 " tensor that keeps the graph of the block): use it in the block's forward, or ahead of initialize call"

@@ -188,15 +188,16 @@ class KeptStore:
     def save(self, cell: Cell, boundary: BoundaryTensors) -> Ticket | None:
         """Save the cell's values where they rest, and give their memory on the device up.
 
-        Raises StorageError where the file cannot grow, MemoryBudgetError where host memory has no room.
+        Raises StorageError where the file cannot grow, MemoryBudgetError where host memory has no room; a store that `gives_up`
+        keeps nothing of the cell then.
         """
         assert self.swapper is not None
         values = [value for value in boundary.kept(cell[0]) if _is_movable(value)]
         if not values:
             return None
-        limit = None if self.gives_up else self.swapper.host_tier.limit
-        _check_one_cell(self._policy, sum(value.num_bytes for value in values), limit)  # to SSD it goes through host memory
+        size, limit = sum(value.num_bytes for value in values), self.swapper.host_tier.limit
         try:
+            _check_one_cell(self._policy, size, limit)  # to SSD it goes through host memory
             swapped = self.swapper.put([_bytes(value) for value in values], self._tiers[cell])
         except (MemoryBudgetError, StorageError) as error:
             if not self.gives_up:
@@ -211,10 +212,9 @@ class KeptStore:
         for value in values:
             value.in_memory = False
             value.storage.resize_(0)
-        moved = sum(value.num_bytes for value in values)
-        self._on_device[cell] = self._on_device.get(cell, 0) - moved
-        self._count(Tier.DEVICE, -1, -moved)
-        self._count(self._tiers[cell], 1, moved)
+        self._on_device[cell] = self._on_device.get(cell, 0) - size
+        self._count(Tier.DEVICE, -1, -size)
+        self._count(self._tiers[cell], 1, size)
         return Ticket(f"save kept {cell[0]} of {cell[1]}", partial(self.swapper.wait_written, swapped), swapped.num_bytes)
 
     def load(self, cell: Cell) -> Ticket | None:

@@ -24,7 +24,7 @@ from ds_vertical.config.section import load_section
 from ds_vertical.engine import memory_check
 from ds_vertical.engine.keeping import keeping
 from ds_vertical.engine.keeping import planner as keep_planner
-from ds_vertical.engine.keeping.device_full import DeviceFull, KeptHere
+from ds_vertical.engine.keeping.device_full import DeviceFull, KeptHere, Shown
 from ds_vertical.engine.keeping.measured import agreed
 from ds_vertical.engine.keeping.planner import KeepChoice, KeepPlanner
 from ds_vertical.engine.memory_check import Forecast, groups_of
@@ -228,6 +228,20 @@ def test_where_a_part_of_the_products_fills_a_device_no_share_of_all_is_advised(
         return list(DeviceFull(parts)._remedies(KeptHere(settings, (4, 4_000_000), 1_000_000, 5, 4), 10_000_000))
 
     assert len(advised(None)) > 1 and advised(1) == ['"keep": "none"']
+
+
+@pytest.mark.parametrize(("outputs", "is_chosen"), [(2, True), (None, True), (None, False)])
+def test_where_nothing_shows_what_a_step_takes_the_advice_can_be_written(outputs: int | None, is_chosen: bool) -> None:
+    """Beside keep null no share can be, and of a part of the products there is none."""
+    parts: Any = SimpleNamespace(keeping=SimpleNamespace(is_chosen=is_chosen))
+    settings = ActivationSettings(None, 0.0, 0.0, "products", Tier.DEVICE, keep_outputs=outputs)
+    told = DeviceFull(parts)._message(KeptHere(settings, (4, 4_000_000), 1_000_000, 5, 4), 0, Shown())
+    if outputs is not None:
+        assert 'the run has chosen "products", 2 of each block\'s products; the device is full' in told
+        assert '; write "keep": "none", in vertical_schedule.activations; ' in told and "keep_share" not in told
+        return
+    keys = '"keep": "products", "keep_device": "device", ' if is_chosen else ""
+    assert f'; write {keys}a smaller "keep_share" (now 1), or "keep": "none", in vertical_schedule.activations; ' in told
 
 
 def test_a_run_that_keeps_a_part_of_the_products_has_stocks_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

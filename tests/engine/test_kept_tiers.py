@@ -12,8 +12,10 @@ import pytest
 import torch
 from harness import TwoMemories, assert_identical, contents, differing, read_weights, run_arm, running, two_memories
 from keep_choices import MIXER, ROOM, config, kept, planner, report, step
-from kept_toys import Block, Chained, model_of
+from kept_toys import Block, Chained, KeptTraining, bodies_of, model_of
 from models import token_batches
+from torch import nn
+from toy import WIDTH
 
 from ds_vertical.distributed.elastic import ElasticCounts
 from ds_vertical.engine import memory_check
@@ -181,6 +183,52 @@ def test_of_two_kinds_of_blocks_a_part_of_the_products_is_all_of_them_where_ther
     assert menu == {"products": (3e6, pytest.approx(0.03)), "products_1": (1.5e6, pytest.approx(0.025))}
 
 
+def times_of(num_bytes: int) -> BlockTimes:
+    """Of a kind whose products take so many bytes."""
+    return BlockTimes(0.05, 0.1, 1000, (KeptPoint("products", num_bytes, 0.02),))
+
+
+def test_a_block_whose_kind_was_not_measured_counts_as_the_nearest_of_its_class() -> None:
+    """So do blocks that run no backward, since nothing ahead of them is trained; a class of which none does counts not at
+    all."""
+    model = model_of(Chained, *[Block] * 6)
+    for extra, block in zip((1, 2, 3, 9, 10, 10), model.blocks[1:], strict=True):
+        block.extra = nn.Parameter(torch.zeros(extra))
+    layers = map_layers(model, ["blocks"])
+    small, large = layers.blocks[3].kind, layers.blocks[4].kind
+    found = measured_step(Probe(found={small: times_of(3_000_000), large: times_of(8_000_000)}), None, layers, ROOM)
+    assert found.menu == {"products": ((3 * 3e6 + 2 * 8e6) / 5, pytest.approx(0.02))}, "the last layer keeps its graph"
+    assert found.seconds.block_forward == pytest.approx(0.05) and found.seconds.head > 0
+    assert measured_step(Probe(), None, layers, ROOM).menu == {}
+
+
+def test_where_upper_blocks_alone_are_trained_their_kind_fills_the_menu() -> None:
+    model = model_of(*[Block] * 4)
+    model.requires_grad_(False)
+    for block in model.blocks[2:]:
+        block.adapter = nn.Parameter(torch.zeros(WIDTH))
+        block.drop.register_forward_pre_hook(lambda _, given, block=block: given[0] + block.adapter.repeat(2))
+    training = KeptTraining(model, "none")
+    probe = training.probing()
+    training.step(bodies_of(model), 0)
+    layers = map_layers(model, ["blocks"])
+    assert set(probe.found) == {layers.blocks[2].kind} and layers.blocks[0].kind != layers.blocks[2].kind
+    assert measured_step(probe, None, layers, ROOM).menu["everything"][0] > 0
+
+
+def test_partitioned_parameters_count_whole_in_what_stands_around_the_blocks() -> None:
+    def head_s(model: nn.Module) -> float:
+        layers = map_layers(model, ["blocks"])
+        return measured_step(Probe(found={layers.blocks[0].kind: times_of(1)}), None, layers, ROOM).seconds.head
+
+    model = model_of(Block, Block)
+    whole = head_s(model)
+    for param in model.parameters():
+        vars(param)["ds_numel"] = param.numel()
+        param.data = torch.empty(0)
+    assert head_s(model) == whole > 0
+
+
 # ---- in an engine
 
 
@@ -201,11 +249,13 @@ def test_a_written_policy_goes_to_ssd_where_memory_has_no_room_with_stocks_bits(
     """From the second step on, also behind a resume; the cells of the layer before the last rest in memory."""
     with_limits(tmp_path, monkeypatch)
     with_room(monkeypatch, NO_MEMORY)
-    batches, records = token_batches(3, 3, rows=1, shortest=5), list[Any]()
+    batches, records, probes = token_batches(3, 3, rows=1, shortest=5), list[Any](), list[Probe]()
+    monkeypatch.setattr(keeping, "Probe", lambda *given: probes.append(Probe(*given)) or probes[-1])
     plain = run_arm(config(tmp_path, "nvme", count=3), MIXER, batches, vertical=False)
     made = config(tmp_path, "nvme", count=3, **asks(policy))
     assert_identical(plain, run_arm(made, MIXER, batches, vertical=True, between=lambda engine, _: records.append(engine.kept)))
     assert records[0] is None
+    assert [probe.part_rounds for probe in probes] == [0] and probes[0].found, "a written policy has no use for parts"
     for record in records[1:]:
         assert record.policy == policy and dict(record.cells) == {Tier.SSD: 6, Tier.DEVICE: 3}
     told = capfd.readouterr().out

@@ -76,11 +76,15 @@ def test_what_is_advised_where_memory_is_full_changes_something() -> None:
     assert '"device": "ssd"' in moved_remedy(may_advise_ssd=True) and '"ssd"' not in moved_remedy()
 
 
+@pytest.mark.parametrize("gives_up", [False, True])
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.SSD])
-def test_host_memory_without_room_for_one_cell_is_told_so(tmp_path: Path, tier: Tier) -> None:
+def test_host_memory_without_room_for_one_cell_is_told_or_the_cell_is_given_up(
+    tmp_path: Path, tier: Tier, gives_up: bool
+) -> None:
     """With fewer micro-batches there is none, either. What rests on SSD passes through host memory."""
     values, _, _ = settled()
-    boundary: Any = SimpleNamespace(kept=lambda layer: values)
+    forgotten: list[int] = []
+    boundary: Any = SimpleNamespace(kept=lambda layer: values, forget_kept=forgotten.append)
     told = (
         rf'keep: got "everything"; of one micro-batch one layer keeps {8 * SIZE} bytes .* leaves 8192; write a smaller train_'
     )
@@ -88,8 +92,12 @@ def test_host_memory_without_room_for_one_cell_is_told_so(tmp_path: Path, tier: 
         assert store.swapper is not None
         store.swapper.host_tier.limit = 8192
         store.open_step({CELL: tier})
-        with pytest.raises(MemoryBudgetError, match=told):
-            store.save(CELL, boundary)
+        store.gives_up = gives_up
+        store.note(CELL, boundary)
+        with contextlib.nullcontext() if gives_up else pytest.raises(MemoryBudgetError, match=told):
+            assert store.save(CELL, boundary) is None
+        assert forgotten == [0] * gives_up and store.resting == {Tier.DEVICE: (0, 0) if gives_up else (1, 8 * SIZE)}
+        assert store.num_bytes["device"] == (0 if gives_up else 8 * SIZE)
         assert store.num_bytes["host"] == store.num_bytes["ssd"] == 0 and all(value.in_memory for value in values)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from toy import WIDTH, Grads, MemoryParams, ToyModel, ToyTraining, plain_step, toy_inputs
 
 from ds_vertical.model.kept.kinds import KeptKinds
+from ds_vertical.model.kept.probe import Probe
 from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.model.state.restart import until_known
 from ds_vertical.schedule.passes import TrainingStep, build_training
@@ -75,6 +76,11 @@ class KeptTraining:
         training.params = training.optimizer.params = training.sweeps.params = params
         training.sweeps.kinds = self.kinds
         training.sweeps.state = self._state = ForwardState(model, training.layers, lambda: 0)
+
+    def probing(self) -> Probe:
+        """What measures the steps from now on; nothing is kept in them."""
+        sweeps, sweeps.probe, sweeps.kinds = self._training.sweeps, (probe := Probe()), None
+        return probe
 
     def step(self, bodies: list[Body], seed: int) -> Step:
         """Losses and gradients by name."""

@@ -137,7 +137,8 @@ class MemoryOptimizer:
         self, unit: Unit, sums: Iterator[torch.Tensor], flat: torch.Tensor | None, give_back: Callable[[torch.Tensor], None]
     ) -> bool:
         params = self.params.units[unit]
-        self.grads |= {id(p): total.view(p.shape).clone() for p, total in zip(params, sums, strict=True)}
+        trained = [param for param in params if param.requires_grad]
+        self.grads |= {id(p): total.view(p.shape).clone() for p, total in zip(trained, sums, strict=True)}
         return False
 
     def reducing(self, unit: Unit) -> None:
@@ -190,7 +191,8 @@ class MemoryOptimizer:
             self.step_unit(unit).wait()
 
     def _stepped(self, param: nn.Parameter) -> torch.Tensor:
-        return self.params.home[id(param)] - LR * self.grads[id(param)]
+        home = self.params.home[id(param)]
+        return home - LR * self.grads[id(param)] if param.requires_grad else home
 
 
 class ToyTraining:
@@ -218,7 +220,8 @@ class ToyTraining:
         return self._named(self.params.home)
 
     def _named(self, values: dict[int, torch.Tensor]) -> Grads:
-        return {name: values[id(param)].clone() for name, param in self.model.named_parameters()}
+        trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
+        return {name: values[id(param)].clone() for name, param in trained}
 
 
 def plain_step(model: ToyModel, bodies: Sequence[Callable[[], Any]], seed: int) -> tuple[list[float], Grads]:

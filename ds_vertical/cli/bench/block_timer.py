@@ -8,7 +8,7 @@ weights of any value, or as many as have a block of each kind. The process keeps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -39,6 +39,7 @@ _LAYERS = 2, 4, 8  # of a model; the least that has layers to be found, and more
 _CALLS = 4  # of a layer in a row, of which the first two are left out: gradients are summed in pairs
 _LEAST_S = 3.0  # of measuring a piece: on a shared machine a burst of others' work is shorter than half of it
 _MOST_ROUNDS = 100
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ANY_NUMBER = 1 << 30
 _KEPT_BYTES = 1 << 30
 Output = torch.Tensor | tuple[torch.Tensor, ...]  # of a layer: hidden states, with what some layers return behind them
@@ -53,6 +54,14 @@ class BlockBatch:
     dtype: str
 
 
+@dataclass(frozen=True)
+class ShortModel:
+    """A model with `num_layers` of its layers. `kinds`: the names of its blocks' kinds (`kind_names`) that are timed."""
+
+    kinds: Sequence[str] = ()
+    num_layers: int = _LAYERS[0]
+
+
 @dataclass
 class _Capture:
     """What the first block of each kind is called with, by its number, and what the last layer returns."""
@@ -65,47 +74,51 @@ class _Capture:
 
 
 def _shorten(count: int, config: PreTrainedConfig) -> None:
-    config.num_hidden_layers, config.use_cache = min(count, max(_LAYERS[0], config.num_hidden_layers)), False
+    known = getattr(config, "num_hidden_layers", count)  # some configurations have none
+    config.num_hidden_layers, config.use_cache = min(count, max(_LAYERS[0], known)), False
 
 
-def _layers_with(kinds: Collection[str], model: Path, itemsize: int, device: str) -> int:
+def short_model(kinds: Sequence[str], model: Path, dtype: str, device: str, num_timers: int = 1) -> ShortModel:
     """Of `_LAYERS` the least number with blocks of all these kinds; the first where none has them, or memory has no room for
-    twice as many parameters."""
+    twice as many parameters in each of the processes that time the model at once."""
     if len(kinds) < 2:
-        return _LAYERS[0]
-    room = available_bytes() if device == "cpu" else streams.module_of(torch.device(device)).mem_get_info()[0]
+        return ShortModel(kinds)
+    free = available_bytes() if device == "cpu" else streams.module_of(torch.device(device)).mem_get_info()[0]
+    room, itemsize = free / num_timers, _DTYPES[dtype].itemsize
     for count in _LAYERS:
         with FakeTensorMode():
             network = build_model(str(model), read_fields(model), partial(_shorten, count))
         if 2 * itemsize * sum(param.numel() for param in network.parameters()) > room:
             break
         if set(kinds) <= set(kind_names(block.module for block in map_layers(network, None).blocks)):
-            return count
-    return _LAYERS[0]
+            return ShortModel(kinds, count)
+    return ShortModel(kinds)
+
+
+_SHORTEST = ShortModel()
 
 
 class BlockTimer:
     """Times the pieces of `model` (a file with a Hugging Face configuration) on `device`.
 
     `zero_linear`: ZeRO-3's linear replaces torch's. This process keeps that linear, and the memory that it frees, from now on.
-    `kinds`: the names of the blocks' kinds (`kind_names`) that are timed besides the first; `firsts`: the number of the first
-    block of each that there is.
+    `short`: the layers that it has, and the kinds of blocks that are timed besides the first's; `firsts`: the number of the
+    first block of each that there is.
     """
 
     def __init__(
-        self, model: Path, batch: BlockBatch, device: str, zero_linear: bool = False, kinds: Collection[str] = ()
+        self, model: Path, batch: BlockBatch, device: str, zero_linear: bool = False, short: ShortModel = _SHORTEST
     ) -> None:
         keep_freed_memory(_KEPT_BYTES)
         if zero_linear:
             from ds_vertical.compat.zero_params import zero3_linear_wrap
 
             nn.functional.linear = zero3_linear_wrap  # as zero.Init does
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[batch.dtype]
-        shorten = partial(_shorten, _layers_with(kinds, model, dtype.itemsize, device))
-        self.network: nn.Module = build_model(str(model), read_fields(model), shorten).to(device=device, dtype=dtype)
+        network = build_model(str(model), read_fields(model), partial(_shorten, short.num_layers))
+        self.network: nn.Module = network.to(device=device, dtype=_DTYPES[batch.dtype])
         self.layers: LayerMap = map_layers(self.network, None)
         names = kind_names(block.module for block in self.layers.blocks)
-        self.firsts = {name: names.index(name) for name in (names[0], *kinds) if name in names}
+        self.firsts = {name: names.index(name) for name in (names[0], *short.kinds) if name in names}
         self.ids = torch.zeros(batch.sequences, batch.tokens // batch.sequences, dtype=torch.long, device=device)
         facts = ParamFacts(nn.Parameter.numel, lambda param: param.dtype)
         self.on_host = device == "cpu"

@@ -12,8 +12,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import IO, Any, Final
@@ -34,29 +35,46 @@ def time_pieces(spec: ModelSpec, fields: JsonObject, size: int, num_ranks: int =
     these; see [Note: ranks side by side]. Raises ConfigError where a block cannot be timed."""
     counts = {menu.kind: menu.num_blocks for menu in spec.menus}
     order = {"fields": fields, "tokens": size * spec.sequence_length, "sequences": size, "dtype": spec.dtype}
-    order["kinds"] = list(counts)
     cores = len(os.sched_getaffinity(0))
     count = min(num_ranks, 2 * cores) if accelerator() == "cpu" else 1
     try:
+        order |= _short_model(order, list(counts), count)
         found = [_timed(order)] if count == 1 else _timed_together(order | {"threads": max(1, cores // num_ranks)}, count)
     except RuntimeError as error:  # of torch: out of memory, as a rule
         advice = "write a smaller --micro-batch-size or --sequence-length, or name a machine with --machine"
         what = f"a block of {spec.name} with micro-batches of {size} cannot be timed here"
         raise ConfigError(f"{what} ({str(error).splitlines()[0]}); {advice}") from error
-    means = {kind: _means([each["kinds"][kind] for each in found]) for kind in found[0]["kinds"]}
+    shared = [kind for kind in found[0]["kinds"] if all(kind in each["kinds"] for each in found)]
+    means = {kind: _means([each["kinds"][kind] for each in found]) for kind in shared}
     seconds = _seconds(_means([each["rates"] for each in found]), means, counts)
     return seconds if count == 1 else seconds.times(num_ranks / count)
 
 
-def _timed(order: JsonObject, told: IO[str] | None = None) -> JsonObject:
-    """What `BlockTimer` finds in this process, once `told` has a line."""
-    from ds_vertical.cli.bench.block_timer import BlockBatch, BlockTimer
-
+@contextmanager
+def _written(fields: JsonObject) -> Iterator[Path]:
+    """A file with a model's configuration."""
     with tempfile.TemporaryDirectory(prefix="ds_vertical.plan.") as folder:
         model = Path(folder, "config.json")
-        model.write_text(json.dumps(order["fields"]))
+        model.write_text(json.dumps(fields))
+        yield model
+
+
+def _short_model(order: JsonObject, kinds: Sequence[str], count: int) -> JsonObject:
+    """The part of the order that says how many layers each of `count` processes builds, which is the same in all of them."""
+    from ds_vertical.cli.bench.block_timer import short_model
+
+    with _written(order["fields"]) as model:
+        return asdict(short_model(kinds, model, order["dtype"], accelerator(), count))
+
+
+def _timed(order: JsonObject, told: IO[str] | None = None) -> JsonObject:
+    """What `BlockTimer` finds in this process, once `told` has a line."""
+    from ds_vertical.cli.bench.block_timer import BlockBatch, BlockTimer, ShortModel
+
+    with _written(order["fields"]) as model:
         batch = BlockBatch(order["tokens"], order["sequences"], order["dtype"])
-        timer = BlockTimer(model, batch, accelerator(), zero_linear=True, kinds=order["kinds"])
+        short = ShortModel(order["kinds"], order["num_layers"])
+        timer = BlockTimer(model, batch, accelerator(), zero_linear=True, short=short)
         if told is not None:
             _say(_READY)
             told.readline()

@@ -151,16 +151,16 @@ class DeviceFull:
     def _message(self, kept: KeptHere, free: int, shown: Shown) -> str:
         """`free`: bytes of the device between two steps; `shown`: what of these a step takes that keeps nothing."""
         keys = kept.settings
-        got = f'null, and the run has chosen "{keys.keep}"' if self._parts.keeping.is_chosen else f'"{keys.keep}"'
+        part = "" if keys.keep_outputs is None else f", {keys.keep_outputs} of each block's products"
+        got = f'null, and the run has chosen "{keys.keep}"{part}' if self._parts.keeping.is_chosen else f'"{keys.keep}"'
         told = (
             f"{_KEY}.keep: got {got}; the device is full: it is out of memory. {kept.told}, up to {kept.cell_bytes} each;"
             f" {free} bytes of it are free between two steps"
         )
         if shown.taken is None:
             raised = f"; run once more without kept values, this step has raised {shown.raised}" if shown.raised else ""
-            return (
-                f'{told}{raised}; write a smaller "keep_share" (now {keys.keep_share:g}), or "keep": "none", in {_KEY}{_WHOLE}'
-            )
+            less = f'{self._written(keys)}a smaller "keep_share" (now {keys.keep_share:g}), or ' if not part else ""
+            return f'{told}{raised}; write {less}"keep": "none", in {_KEY}{_WHOLE}'
         not_shown = sum(item.num_bytes for item in self._parts.budget.on_device if item.what in _NOT_SHOWN)
         room = free - shown.taken - not_shown
         told = f"{told}, and without kept values this step takes {shown.taken} of them"
@@ -178,16 +178,20 @@ class DeviceFull:
         if keys.keep_outputs is not None:  # no key asks for a part of the products: all of them would take more
             yield '"keep": "none"'
             return
-        policy, tier = (f'"keep": "{keys.keep}", ', '"keep_device": "device", ') if keeping.is_chosen else ("", "")
+        policy = f'"keep": "{keys.keep}", ' if keeping.is_chosen else ""
         share = kept.fitting_share(room)
         if share:
-            yield f'{policy}{tier}"keep_share": {share:g} (now {keys.keep_share:g})'
+            yield f'{self._written(keys)}"keep_share": {share:g} (now {keys.keep_share:g})'
         rooms = keeping.room()
         for other in (Tier.HOST, Tier.SSD):
             if kept.fits_in(other, rooms, room):
                 yield f'{policy}"keep_device": "{other}"'
                 break
         yield '"keep": "none"'
+
+    def _written(self, keys: ActivationSettings) -> str:
+        """What to write ahead of a share: where `keep` is null, no share may be."""
+        return f'"keep": "{keys.keep}", "keep_device": "device", ' if self._parts.keeping.is_chosen else ""
 
     def _note(self, kept: KeptHere | None, fits: bool) -> str:
         """Beside torch's own error. `fits`: nothing has shown that the step does not fit whatever it keeps."""

@@ -15,7 +15,7 @@ from ds_vertical.engine.keeping.planner import KeepChoice, KeepPlanner
 from ds_vertical.errors import LoopError, MemoryBudgetError
 from ds_vertical.io.files import free_bytes
 from ds_vertical.model.kept.kinds import KeptKinds
-from ds_vertical.model.kept.probe import Probe
+from ds_vertical.model.kept.probe import Probe, common_kinds
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.offload.kept_store import ONE_CELL_REMEDY, KeptStore
 from ds_vertical.planner.kept_activations import kept_cells, num_cells
@@ -170,7 +170,9 @@ class RunKeeping:
         """Let the step that begins be measured."""
         tracer = runner.tracer
         times = EventTimes(tracer or Tracer()) if accelerator.is_one_memory() else None
-        self._measuring = _Measuring(Probe(accelerator.synchronize), times, tracer, num_micro_batches)
+        part_rounds = 1 if self._asked.keep is None else 0  # a written policy has no parts
+        probe = Probe(accelerator.synchronize, common_kinds(self._layers.keeping_blocks), part_rounds)
+        self._measuring = _Measuring(probe, times, tracer, num_micro_batches)
         runner.probe, runner.tracer = self._measuring.probe, times or tracer
 
     def _stop_measuring(self, runner: ScheduleRunner) -> None:

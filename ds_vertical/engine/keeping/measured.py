@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
 from ds_vertical.model.kept.probe import BlockTimes, Probe
-from ds_vertical.model.layers import Block, LayerMap
+from ds_vertical.model.layers import BlockKind, LayerMap, num_elements
 from ds_vertical.planner.kept_activations import NOTHING, KeepMenu, PolicyPoint, concave, mean_menu, named_point, thinned
 from ds_vertical.planner.model_shape import Seconds
 from ds_vertical.schedule.events import Event, Op
@@ -73,15 +73,22 @@ def measured_step(
     policy: ActivationPolicy | None = None,
 ) -> MeasuredStep:
     """What a step has measured on this rank. `times`: None where events run on after the host has issued them. `policy`: the
-    one that the JSON asks for, which is then all of the menu; None: it leaves that open."""
-    blocks = [layers.blocks[index] for own in layers.layers[:-1] for index in own]
-    counts = Counter(block.kind for block in blocks if block.kind in probe.found)
+    one that the JSON asks for, which is then all of the menu; None: it leaves that open. A block of a kind that was not
+    measured is taken for the measured one of its class that is nearest in size; of a class of which none was, no block has run
+    a backward, and it is left out."""
+    kinds = [block.kind for block in layers.keeping_blocks]
+    counts = Counter(near for kind in kinds if (near := _nearest(kind, probe.found)) is not None)
     own = [(probe.found[kind], count) for kind, count in counts.items()]
-    whole = len(own) > 0 and sum(counts.values()) == len(blocks)
-    menu = {} if not whole else _mean_points(own) if policy is None else _mean_point(own, policy)
+    menu = {} if not own else _mean_points(own) if policy is None else _mean_point(own, policy)
     reasons = dict.fromkeys(reason for block, _ in own for reason in block.reasons)
-    seconds = _seconds(own, times, layers, blocks) if whole else Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
+    elements = [kind[1] for kind in kinds if _nearest(kind, counts) is not None]
+    seconds = _seconds(own, times, layers, elements) if own else Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
     return MeasuredStep(seconds, max((each.input_bytes for each, _ in own), default=0), menu, tuple(reasons), room)
+
+
+def _nearest(kind: BlockKind, found: Iterable[BlockKind]) -> BlockKind | None:
+    """Of the kinds found the one of the same class that is nearest in size."""
+    return min((each for each in found if each[0] is kind[0]), key=lambda each: abs(each[1] - kind[1]), default=None)
 
 
 def nothing_measured(reason: str, room: Mapping[Tier, float | None]) -> MeasuredStep:
@@ -133,9 +140,10 @@ def _policy_points(block: BlockTimes) -> Iterator[PolicyPoint]:
 
 
 def _seconds(
-    own: Sequence[tuple[BlockTimes, int]], times: EventTimes | None, layers: LayerMap, blocks: Sequence[Block]
+    own: Sequence[tuple[BlockTimes, int]], times: EventTimes | None, layers: LayerMap, elements: Sequence[int]
 ) -> Seconds:
-    """Of the mean block. What stands around the blocks is measured, or scaled by its elements: half of them are the head's."""
+    """Of the mean block. What stands around the blocks is measured, or scaled by its elements: half of them are the head's.
+    `elements`: of each block."""
     count = sum(number for _, number in own)
     forward = sum(n * each.forward_s for each, n in own) / count
     backward = sum(n * each.backward_s for each, n in own) / count
@@ -144,8 +152,8 @@ def _seconds(
         backward = max(0.0, times.median_s(Op.B) / per_layer - forward) or backward
         pre = times.median_s(Op.F, pre=True), times.median_s(Op.B, pre=True)
         return Seconds(forward, backward, *pre, times.median_s(Op.HEAD))
-    each = sum(param.numel() for block in blocks for param in block.module.parameters()) / len(blocks) or 1.0
-    outside = sum(param.numel() for unit in layers.outside.units for param in layers.units[unit])
+    each = sum(elements) / len(elements) or 1.0
+    outside = sum(num_elements(param) for unit in layers.outside.units for param in layers.units[unit])
     return Seconds(forward, backward, 0.0, 0.0, 3 * forward * outside / 2 / each)
 
 

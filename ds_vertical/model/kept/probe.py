@@ -4,13 +4,15 @@
 as it is; with what autograd saves in slots, whose bytes "everything" would keep; and with the operations left out that "free"
 and "products" leave out, and parts of the products (`PARTS`). What a policy saves is the least time of a whole recompute less
 the least time of its own. Nothing of this reaches the step, whose gradients come from a recompute of their own. A way that
-cannot be measured is not on the menu.
+cannot be measured is not on the menu. Of a model with many kinds a training step measures the commonest few; and where none of
+a class has been measured, the first block of that class that runs backward, but no parts of its products.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -33,6 +35,7 @@ from ds_vertical.types import ActivationPolicy, point_name
 
 Backward = Callable[[BlockGraph], InputGradients]
 _ROUNDS: Final = 3  # of each way, one after the other; the least counts
+_MOST_KINDS: Final = 4  # that are measured for being common
 PARTS: Final = (1, 2, 4)  # numbers of products that are measured besides all of them
 _UNKNOWN: Final = (LayerError, RuntimeError, TypeError, ValueError, NotImplementedError, OperationsDiffer)  # of a way to keep
 
@@ -114,15 +117,16 @@ class _Call:
             _leaves = _ends(graph, keep_graph=True)
             return sum(kept.num_bytes for kept in slots.settle()) if slots.sees_all() else None
 
-    def ways(self) -> tuple[list[_Way], str]:
-        """How "free" and "products", and parts of the latter, leave out operations; and why there is no way."""
+    def ways(self, numbers: Sequence[int]) -> tuple[list[_Way], str]:
+        """How "free" and "products", and parts of the latter with so many each, leave out operations; and why there is no
+        way."""
         recording = Recording([*self.inputs, *self.params, *self.block.module.buffers()])
         with self.again(entered(saved_tensors_hooks(recording.pack, unpack), recording)) as graph:
             recording.finish(graph.outputs, ())
             leaves = _ends(graph, keep_graph=False)
             free, reason = recording.plan("free", leaves)
             products, _ = recording.plan("products", leaves)
-            parts = [(count, recording.plan("products", leaves, count)[0]) for count in PARTS]
+            parts = [(count, recording.plan("products", leaves, count)[0]) for count in numbers]
             del leaves
         if free is None or products is None:
             return [], reason
@@ -143,19 +147,32 @@ def _ends(graph: BlockGraph, keep_graph: bool) -> list[object]:
     return leaves
 
 
+def common_kinds(blocks: Sequence[Block]) -> frozenset[BlockKind]:
+    """The commonest kinds of blocks, a few of them."""
+    return frozenset(kind for kind, _ in Counter(block.kind for block in blocks).most_common(_MOST_KINDS))
+
+
 @dataclass(eq=False)
 class Probe:
-    """Measures the first backward of each kind of block in one step, see [Note: probe]. `synchronize`: waits for the device.
+    """Measures the first backward of kinds of block in one step, see [Note: probe]. `synchronize`: waits for the device.
 
-    `found`: by kind.
+    `common`: the kinds of which each is measured; None: all. `part_rounds`: how often parts of the products are timed; 0: they
+    are no points. `found`: by kind.
     """
 
     synchronize: Callable[[], None] = lambda: None
+    common: Collection[BlockKind] | None = None
+    part_rounds: int = _ROUNDS
     found: dict[BlockKind, BlockTimes] = field(default_factory=dict)
 
     def wants(self, block: Block) -> bool:
-        """Whether no block of this kind has been measured."""
-        return block.kind not in self.found
+        """Whether a backward of the block is to be measured."""
+        if block.kind in self.found:
+            return False
+        return self._is_common(block) or all(cls is not type(block.module) for cls, _ in self.found)
+
+    def _is_common(self, block: Block) -> bool:
+        return self.common is None or block.kind in self.common
 
     def backward(self, block: Block, compiled: bool, inputs: Sequence[object], again: Again, run: Backward) -> InputGradients:
         """Measure a block's call, then recompute it and `run` it backward. `inputs`: what the call was given."""
@@ -180,11 +197,12 @@ class Probe:
         whole: list[float] = []
         hooked: list[float] = []
         replayed: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(_ROUNDS):
+        for number in range(_ROUNDS):
+            with_parts = _ROUNDS - number <= self.part_rounds
             whole.append(call.timed(contextlib.nullcontext()))
             if saved_bytes is not None:
                 hooked.append(call.timed(call.slots()[1]))
-            for name, way in list(ways.items()):
+            for name, way in [(name, way) for name, way in ways.items() if with_parts or way.outputs is None]:
                 try:
                     replayed[name].append(call.timed(Replay(way.plan, way.results, poison=False)))
                 except _UNKNOWN as error:
@@ -200,14 +218,13 @@ class Probe:
             points.append(KeptPoint("everything", saved_bytes, max(0.0, least - 2 * max(0.0, min(hooked) - least))))
         return least, points
 
-    @staticmethod
-    def _ways(call: _Call, compiled: bool, reasons: list[str]) -> list[_Way]:
+    def _ways(self, call: _Call, compiled: bool, reasons: list[str]) -> list[_Way]:
         """See `_Call.ways`."""
         why = obstacle(call.block.module, "products", compiled)
         ways: list[_Way] = []
         if why is None:
             try:
-                ways, why = call.ways()
+                ways, why = call.ways(PARTS if self.part_rounds and self._is_common(call.block) else ())
             except _UNKNOWN as error:
                 why = str(error)
         if why:

@@ -286,7 +286,8 @@ def _most_saving(plan: CallPlan) -> list[int]:
 def _summed(func: OpOverload, tensors: Sequence[torch.Tensor]) -> int:
     """See `Operation`; 0 of what is no product."""
     if _ATTENTION in str(func):
-        return 2 * tensors[1].size(-2)  # the keys, for the weights and for the sum of values
+        keys = tensors[1] if len(tensors) > 1 else None  # read for the weights, and values for their sum
+        return 0 if keys is None or keys.dim() < 2 else 2 * keys.size(-2)  # 0: an operation of the user's with such a name
     if func.overloadpacket not in _PRODUCTS:
         return 0
     if func.overloadpacket is _aten.convolution:

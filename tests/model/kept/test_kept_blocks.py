@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -13,8 +14,9 @@ from torch import nn
 from toy import WIDTH
 
 from ds_vertical.model.block_call import BlockGraph
-from ds_vertical.model.kept.probe import Probe
+from ds_vertical.model.kept.probe import Probe, common_kinds
 from ds_vertical.model.kept.slots import Slots
+from ds_vertical.model.layers import Block as Layer
 from ds_vertical.model.layers import map_layers
 from ds_vertical.types import ActivationPolicy
 
@@ -148,6 +150,21 @@ class Attending(Block):
         return mixed.reshape(-1, WIDTH).repeat(1, 2)
 
 
+@torch.library.custom_op("kept_test::own_scaled_dot_product", mutates_args=())
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+_doubled.register_autograd(lambda ctx, grad: 2 * grad)
+
+
+class NamedAsAttention(Block):
+    """An operation of the user's has attention's name and one tensor."""
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(_doubled(self.up(hidden)))
+
+
 def compared(kind: type[Block], policy: ActivationPolicy) -> KeptTraining:
     """Two steps of three blocks of a kind, with the bits of plain autograd."""
     return compare(lambda: model_of(kind, kind, kind), policy)[0]
@@ -164,6 +181,11 @@ def test_gradients_have_the_bits_of_plain_autograd(policy: ActivationPolicy) -> 
         assert products == (["keep", "skip"] if policy == "products" else ["run", "skip"]), actions
 
 
+def test_an_operation_that_only_has_attentions_name_is_recorded() -> None:
+    training = compared(NamedAsAttention, "products")
+    assert training.lines == [] and all(kind.is_tried and kind.policy == "products" for kind in training.kinds.found)
+
+
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_a_part_of_the_products_is_kept_which_saves_most_for_its_bytes(outputs: int) -> None:
     training, _ = compare(lambda: model_of(Chained, Chained, Chained), "products", outputs=outputs)
@@ -175,23 +197,53 @@ def test_a_part_of_the_products_is_kept_which_saves_most_for_its_bytes(outputs: 
         assert products == (["run", "keep", "run", "skip"] if outputs == 1 else ["run", "keep", "keep", "skip"])
 
 
-def test_parts_of_the_products_are_measured() -> None:
-    model = model_of(Chained, Chained)
-    block, rows = map_layers(model, ["blocks"]).blocks[0], 8
-    inputs = [torch.randn(rows, WIDTH).requires_grad_(), torch.randn(rows, WIDTH)]
+ROWS = 8  # of what a probe measures
+
+
+def forwards_of(probe: Probe, block: Layer) -> int:
+    """How many forwards of the block a probe runs in its first backward."""
+    inputs, count = [torch.randn(ROWS, WIDTH).requires_grad_(), torch.randn(ROWS, WIDTH)], itertools.count()
 
     @contextmanager
     def again(within: AbstractContextManager[object]) -> Iterator[BlockGraph]:
+        next(count)
         with within:
             graph = BlockGraph({}, [block.module(*inputs)])
         yield graph
 
-    probe = Probe()
     probe.backward(block, False, inputs, again, lambda _: {})
-    found = {point.name: point.num_bytes for point in probe.found[block.kind].points}
-    narrow = 4 * rows * WIDTH
-    assert found.pop("everything") > 0
-    assert found == {"free": 0, "products": 5 * narrow, "products_1": narrow, "products_2": 3 * narrow}
+    return next(count)
+
+
+def test_parts_of_the_products_are_measured_as_often_as_is_asked() -> None:
+    """Besides them, three times four ways, a forward each to record and to count, and the one that runs backward."""
+    block = map_layers(model_of(Chained, Chained), ["blocks"]).blocks[0]
+    narrow = 4 * ROWS * WIDTH
+    parts = {"products_1": narrow, "products_2": 3 * narrow}
+    for probe, num_rounds in ((Probe(), 3), (Probe(part_rounds=1), 1), (Probe(part_rounds=0), 0)):
+        assert forwards_of(probe, block) == 3 * 4 + 2 + 1 + 2 * num_rounds
+        found = {point.name: point.num_bytes for point in probe.found[block.kind].points}
+        assert found.pop("everything") > 0
+        assert found == {"free": 0, "products": 5 * narrow} | (parts if num_rounds else {})
+
+
+def test_of_many_kinds_the_commonest_are_measured_and_of_each_further_class_one() -> None:
+    """Six sizes of one class, of which the largest is the commonest; and two of another, the rarest."""
+    model = model_of(*[Chained] * 7, Block, Block)
+    for extra, block in zip((1, 2, 3, 4, 5, 6, 6, 1, 2), model.blocks, strict=True):
+        block.extra = nn.Parameter(torch.zeros(extra))
+    blocks = map_layers(model, ["blocks"]).blocks
+    common = common_kinds(blocks)
+    assert len(common) == 4 and blocks[5].kind in common
+    probe, measured = Probe(common=common, part_rounds=1), list[int]()
+    for number in reversed(range(len(blocks))):
+        if probe.wants(blocks[number]):
+            forwards_of(probe, blocks[number])
+            measured.append(number)
+    assert measured == [8, 6, 2, 1, 0]
+    names = {number: {point.name for point in probe.found[blocks[number].kind].points} for number in measured}
+    assert "products_1" in names[6] and "products_1" not in names[8] and "products" in names[8]
+    assert all(Probe().wants(block) for block in blocks)
 
 
 def test_a_small_contiguous_part_of_a_storage_is_kept_alone_with_its_own_elements() -> None:
