@@ -356,8 +356,8 @@ class Outcome:
     """What training has given; on the late device also the host's waits of each step, what was wrong, bytes of host memory
     that are still registered with the device once the engine is gone; bytes of the device that the budget has for the training,
     and that it has taken at most. `lanes`: the threads that issue collectives over levels; `hops`: the levels over which they
-    go. `leads`: whether a rank that fails takes it that the others' gathers lead. `beside`: of the last step, for each backward of a LookingBlock and a micro-batch, the collectives that are
-    under way when it begins."""
+    go. `leads`: what a rank that fails is told of whether the others' gathers lead. `beside`: of the last step, for each
+    backward of a LookingBlock and a micro-batch, the collectives that are under way when it begins."""
 
     run: harness.Run | None = None
     waits: list[Counter[Any]] = field(default_factory=list)
