@@ -17,7 +17,7 @@ once, and tells the failure watch, which ends the others.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -37,7 +37,7 @@ class Others(Protocol):
 
     @property
     def gathers_lead(self) -> bool:
-        """Whether each rank issues the gather of the unit that is used next ahead of a reduction: see `gather_queue`, [Note:
+        """Whether each rank issues the gather of the next backward's unit ahead of a reduction: see `gather_queue`, [Note:
         gathers ahead of reductions]."""
         ...
 
@@ -151,9 +151,7 @@ class CollectiveReplay:
     def _go(self, schedule: Schedule, overlap: bool) -> None:
         done = self._counts()
         done.subtract(self._before)
-        rest = _Rest(
-            self._others, done, self._only_gathers, self._leaves, arrivals(schedule.events, levels=schedule.copied is not None)
-        )
+        rest = _Rest(self._others, done, self._only_gathers, self._leaves, schedule)
         try:
             Executor(rest.handlers(), overlap=overlap).run(schedule)
         except _ReachedEndError:
@@ -162,19 +160,17 @@ class CollectiveReplay:
 
 class _Rest:
     """The collectives of a pass that this rank has not begun. `done`: how many of each kind it has begun. `leaves`: all ranks
-    leave at the last vote of those. `coming`: how units come to the fetches of the pass."""
+    leave at the last vote of those. `schedule`: of the pass."""
 
-    def __init__(
-        self, others: Others, done: Counter[str], only_gathers: bool, leaves: bool, coming: dict[Unit, deque[Arrival]]
-    ) -> None:
+    def __init__(self, others: Others, done: Counter[str], only_gathers: bool, leaves: bool, schedule: Schedule) -> None:
         self._others = others
         self._done = done
         self._only_gathers = only_gathers
         self._leaves = leaves
-        self._coming = coming
-        # units whose gather the others have not issued yet: they do so where they use it, or before. An arrival of None is of a
-        # copy that is made. Last, whether this rank has begun the gather.
-        self._fetched: list[tuple[Unit, Arrival | None, bool]] = []
+        self._coming = arrivals(schedule.events, levels=schedule.copied is not None)
+        self._next_backward = schedule.next_backward
+        # whose gather this rank has not issued; the others do so where they use it, or before. None: of a copy that is made
+        self._fetched: list[tuple[Unit, Arrival | None]] = []
 
     def handlers(self) -> dict[Op, Handler]:
         own = {Op.FETCH: self.fetch, Op.SPREAD: self.spread, Op.REDUCE: self.reduce, Op.RELEASE: self.vote, Op.NORM: self.reach}
@@ -186,13 +182,15 @@ class _Rest:
             return None
         unit = _unit(event)
         arrival = self._coming[unit].popleft()
-        self._fetched.append((unit, arrival, self._is_done("gathers")))  # in the order of the fetches, as gathers are issued
+        if not self._is_done("gathers"):  # in the order of the fetches, as gathers are issued
+            self._fetched.append((unit, arrival))
         return None if arrival.spreads else self.spread(event)
 
     def spread(self, event: Event) -> Ticket | None:
         unit = _unit(event)
         if event.ahead:
-            self._fetched.append((unit, None, self._is_done("gathers")))
+            if not self._is_done("gathers"):
+                self._fetched.append((unit, None))
             self._gather(unit)
             return None
         return Ticket(f"fetch {unit}", lambda: self._gather(unit))
@@ -200,8 +198,8 @@ class _Rest:
     def reduce(self, event: Event) -> None:
         if self._only_gathers:
             return
-        if self._others.gathers_lead and self._fetched:
-            self._gather_first()
+        if self._others.gathers_lead and event in self._next_backward:
+            self._gather(self._next_backward[event])
         for number in range(self._others.reductions_of(_unit(event))):
             if not self._is_done("reductions"):
                 self._others.reduce(_unit(event), number)
@@ -224,17 +222,12 @@ class _Rest:
 
     def _gather(self, unit: Unit) -> None:
         """Of all units up to this one, in the order of their fetches."""
-        while any(unit == fetched for fetched, _, _ in self._fetched):
-            self._gather_first()
-
-    def _gather_first(self) -> None:
-        first, arrival, is_done = self._fetched.pop(0)
-        if is_done:
-            return
-        if arrival is None:
-            self._others.renew_copy(first)
-        else:
-            self._others.gather(first, arrival)
+        while any(unit == fetched for fetched, _ in self._fetched):
+            first, arrival = self._fetched.pop(0)
+            if arrival is None:
+                self._others.renew_copy(first)
+            else:
+                self._others.gather(first, arrival)
 
 
 def _unit(event: Event) -> Unit:

@@ -17,7 +17,8 @@ rank. So a gather is issued at events of the schedule alone. In the forward, tha
 then still busy with what the host issued before. In the backward, it is ahead of the reduction of the unit before. An example:
 the gather of layer 2, then the reduction of layer 3, then the backward of layer 2. The gather is under way in the backward of
 layer 3, and the reduction in that of layer 2. The other way round the backward of layer 2 would wait for both. The host waits
-for the shards of layer 2 ahead of the reduction, and not behind it.
+for the shards of layer 2 ahead of the reduction, and not behind it. Where more layers are read
+ahead the gather of layer 1 waits in the queue meanwhile: the host issues it ahead of the reduction of layer 2.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ds_vertical.io.ticket import Ticket
+from ds_vertical.types import Unit
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -35,21 +37,21 @@ R = TypeVar("R")
 
 @dataclass(eq=False)
 class UnitGather:
-    """The gather of one unit.
+    """The gather of a unit.
 
     `issue` waits for the rank's shards, starts the collective, and returns a function that waits for the collective's end.
-    `is_ready` says whether the shards have come. `what`: for traces. `wait` is what `issue` has returned; None until then.
+    `is_ready` says whether the shards have come. `wait` is what `issue` has returned; None until then.
     """
 
+    unit: Unit
     issue: Callable[[], Callable[[], None]]
     is_ready: Callable[[], bool]
-    what: str = "gather"
     wait: Callable[[], None] | None = None
 
 
 class GatherQueue:
     """See [Note: gathers in flight]. `in_order`: there are several ranks. `early`: a gather may be issued before its unit is
-    used. `leads`: one is issued ahead of each reduction, see [Note: gathers ahead of reductions].
+    used. `leads`: a gather may be issued ahead of a reduction, see [Note: gathers ahead of reductions].
 
     `num_issued`: gathers that this rank has issued so far, complete or not. The other ranks can complete those without it.
     """
@@ -72,14 +74,12 @@ class GatherQueue:
         while self._early and self._next and self._next[0].is_ready():
             self._issue_one(self._next[0])
 
-    def lead(self) -> Ticket | None:
-        """A reduction is about to be issued: what waits for the shards of the unit that is used next, and issues its gather.
-        None where gathers do not lead, or where no unit has been fetched that is not on its way. The wait raises what reads
-        have failed with."""
-        if not (self.leads and self._next):
-            return None
-        first = self._next[0]
-        return Ticket(first.what, lambda: self._issue_one(first))
+    def lead(self, unit: Unit | None) -> Ticket | None:
+        """A reduction is about to be issued, and the next backward is of `unit`: what waits for its shards, and issues its
+        gather. None where gathers do not lead, or where no gather of the unit is queued: it is there, or on its way, or not
+        fetched yet. The wait raises what reads have failed with."""
+        gather = next((each for each in self._next if each.unit == unit), None) if self.leads else None
+        return None if gather is None else Ticket(f"fetch {unit}", lambda: self._issue_up_to(gather))
 
     def beside(self, work: Callable[[T], R]) -> Callable[[T], R]:
         """A function that first issues the gathers whose shards have come, and then does `work` while they are under way."""
@@ -93,8 +93,8 @@ class GatherQueue:
     def complete(self, gather: UnitGather) -> None:
         """Return when the unit's parameters are whole. Gathers that stand before it in the queue are issued first. Raises what
         reads have failed with, those of such units too."""
-        while gather.wait is None:
-            self._issue_one(self._next[0] if self._in_order else gather)
+        self._issue_up_to(gather)
+        assert gather.wait is not None
         gather.wait()
         self.forget(gather)
 
@@ -124,6 +124,10 @@ class GatherQueue:
         self._next.clear()
         self._in_flight.clear()
         self._is_issuing = False
+
+    def _issue_up_to(self, gather: UnitGather) -> None:
+        while gather.wait is None:
+            self._issue_one(self._next[0] if self._in_order else gather)
 
     def _issue_one(self, gather: UnitGather) -> None:
         self._is_issuing = True

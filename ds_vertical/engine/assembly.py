@@ -435,7 +435,7 @@ class OtherRanks:
 
     @property
     def gathers_lead(self) -> bool:
-        """Whether ranks issue the gather of the unit that is used next ahead of each reduction."""
+        """Whether ranks issue the gather of the next backward's unit ahead of a reduction."""
         return self._params.gathers.leads
 
     @property

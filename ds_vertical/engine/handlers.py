@@ -186,14 +186,13 @@ class ScheduleRunner:
         optimizer: Optimizer | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        executor = Executor(
-            {op: self.params.gathers.beside(handler) for op, handler in handlers.items()},
-            before={} if optimizer is None else {Op.NORM: optimizer.early_writes, Op.REDUCE: self.params.gathers.lead},
-            overlap=self.overlap,
-            held_bytes=partial(self._held_bytes, gradients),
-            counters=memory_bytes,
-            tracer=tracer,
-        )
+        gathers, following, held = self.params.gathers, parts.schedule.next_backward, partial(self._held_bytes, gradients)
+        beside = {op: gathers.beside(handler) for op, handler in handlers.items()}
+        before: dict[Op, Handler] = {}
+        if optimizer is not None:
+            before[Op.NORM] = lambda _: optimizer.early_writes()
+            before[Op.REDUCE] = lambda event: gathers.lead(following.get(event))
+        executor = Executor(beside, before=before, overlap=self.overlap, held_bytes=held, counters=memory_bytes, tracer=tracer)
         try:
             executor.run(parts.schedule)
             self.params.gathers.issue_all()  # of copies for the next step: on all ranks, or on none

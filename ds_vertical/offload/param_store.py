@@ -112,9 +112,9 @@ class ParamStore:
         partitioned = [param for param in self.units[unit] if zero_params.is_partitioned(param)]
         resident = Resident(buffer, partitioned, [])
         resident.gather = gather = UnitGather(
+            unit,
             lambda: self._gather(unit, shards, step, arrival),
             lambda: (step is None or step.is_over) and resident.is_read and self._landing.has_room(self._resident),
-            f"fetch {unit}",
         )
         self._resident[unit] = resident
 
@@ -125,7 +125,7 @@ class ParamStore:
                 zero_params.gather(left)
                 resident.gathered += left
 
-        ticket = Ticket(gather.what, arrive, sum(s.num_bytes for s in missing))
+        ticket = Ticket(f"fetch {unit}", arrive, sum(s.num_bytes for s in missing))
         if buffer is not None:
             self._read(unit, missing, buffer)
         self.gathers.add(gather)
@@ -323,7 +323,7 @@ class StandingCopies:
             buffer = self._buffer(unit)
             return buffer is None or all(read.done for read in buffer.reads)
 
-        gather = UnitGather(issue, is_read)
+        gather = UnitGather(unit, issue, is_read)
         gathers.add(gather)
         self._issued.append(gather)
         gathers.advance()

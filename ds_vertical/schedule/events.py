@@ -361,6 +361,18 @@ class Schedule:
             if (before.op, event.op) == (Op.F, Op.B) and (before.layer, before.micro_batch) == (event.layer, event.micro_batch)
         )
 
+    @cached_property
+    def next_backward(self) -> dict[Event, Unit]:
+        """By REDUCE, the unit of the next B behind it. The REDUCEs behind the last B have none."""
+        found: dict[Event, Unit] = {}
+        unit: Unit | None = None
+        for event in reversed(self.events):
+            if event.op is Op.B:
+                unit = event.layer
+            elif event.op is Op.REDUCE and unit is not None:
+                found[event] = unit
+        return found
+
     def to_text(self) -> str:
         """A header line, then about one line per visit of a layer; Schedule.from_text() gives an equal schedule."""
         header = (

@@ -45,8 +45,8 @@ class Executor:
 
     A handler that starts something asynchronous returns a ticket, a `InFlight`; the executor waits for it just before the
     first event that depends on it (`dependencies` of the schedule), or at once with `overlap=False`, the debugging oracle. What
-    is issued for the next schedule is waited for there, by whoever gave the ticket. `before`: what an operation waits for
-    besides.
+    is issued for the next schedule is waited for there, by whoever gave the ticket. `before`: what an event of an operation
+    waits for besides.
     `held_bytes()` gives bytes held per tier for the message of a failure. `tracer` takes a span of every handler (from issue,
     when the executor came to the event, and start, when its waits were over), every wait, and what of `counters()` an event
     of no micro-batch has changed: asking a device costs more than launching a kernel. On a device that computes asynchronously
@@ -57,7 +57,7 @@ class Executor:
         self,
         handlers: Mapping[Op, Handler],
         *,
-        before: Mapping[Op, Callable[[], InFlight | None]] = MappingProxyType({}),
+        before: Mapping[Op, Handler] = MappingProxyType({}),
         overlap: bool = True,
         held_bytes: Callable[[], Mapping[str, int]] = dict,
         counters: Callable[[], Mapping[str, int]] = dict,
@@ -83,7 +83,7 @@ class Executor:
                 for needed in needs[index]:
                     if needed in flying:
                         self._wait(flying.pop(needed), event)
-                if event.op in self.before and (ticket := self.before[event.op]()) is not None:
+                if event.op in self.before and (ticket := self.before[event.op](event)) is not None:
                     self._wait(ticket, event)
                 start = now()
                 ticket = self.handlers[event.op](event)

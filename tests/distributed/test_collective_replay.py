@@ -3,10 +3,12 @@ raises its error where they decide."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from toy import ToyTraining, toy_inputs, toy_model
 
 from ds_vertical.distributed.gather_queue import GatherQueue
@@ -123,11 +125,25 @@ class Ranks:
             raise error
 
 
-def trained(schedule: Schedule, overlap: bool, fails_at: tuple[str, int] = ("", 0), leads: bool | None = None) -> Ranks:
-    """`leads`: beside a device, where no gather is issued before its unit is used, but for those ahead of reductions."""
-    training = ToyTraining(toy_model(NUM_LAYERS), overlap)
+def settle_at_gradient(training: ToyTraining, _: object, __: object, output: torch.Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda _: training.params.gathers.settle())
+
+
+def trained(
+    schedule: Schedule,
+    overlap: bool,
+    fails_at: tuple[str, int] = ("", 0),
+    leads: bool | None = None,
+    settles_at: Collection[int] = (),
+) -> Ranks:
+    """`leads`: beside a device, where no gather is issued before its unit is used, but for those ahead of reductions.
+    `settles_at`: the layers whose output's gradient a user's code looks at, and gathers parameters there."""
+    training = ToyTraining(toy_model(schedule.num_layers), overlap)
     if leads is not None:
         training.params.gathers = GatherQueue(in_order=True, early=False, leads=leads)
+    for layer in settles_at:
+        training.model.blocks[layer].register_forward_hook(partial(settle_at_gradient, training))
     ranks = Ranks(training, fails_at)
     if any(event.op is Op.MAKE for event in schedule.events):
         half: Any = training.optimizer  # with nothing due of a step before, and nothing left: see `acco.halves`
@@ -200,6 +216,45 @@ def test_where_gathers_lead_each_reduction_comes_behind_the_gather_of_the_next_u
     assert backward(1, leads=True) == ["reduce 2", "gather 0", "reduce 1"]
     assert backward(1, leads=False) == ["reduce 2", "reduce 1", "gather 0"]
     assert backward(0, leads=True) == ["reduce 2", "gather 1", "reduce 1", "gather 0"]
+
+
+def backward_of(done: Sequence[str]) -> list[str]:
+    """From the last layer's reduction to the first one's, with the gather that leads the former."""
+    work = [each for each in done if each != "vote"]
+    first = next(at for at, each in enumerate(work) if each.startswith("reduce"))
+    return work[first - 1 : work.index("reduce 0") + 1]
+
+
+# By layers, layers ahead, and those at whose output's gradient a user's code gathers. The turn keeps the last layers.
+LED = {
+    (5, 1, ()): "gather 4, reduce 4, gather 2, reduce 3, gather 1, reduce 2, gather 0, reduce 1, reduce 0",
+    (5, 2, ()): "gather 4, reduce 4, gather 2, reduce 3, gather 1, reduce 2, gather 0, reduce 1, reduce 0",
+    (5, 4, ()): "gather 4, reduce 4, reduce 3, gather 1, reduce 2, gather 0, reduce 1, reduce 0",
+    (8, 4, ()): "gather 7, reduce 7, reduce 6, gather 4, reduce 5, gather 3, reduce 4, gather 2, reduce 3, gather 1, reduce 2,"
+    " gather 0, reduce 1, reduce 0",
+    (
+        8,
+        4,
+        (6,),
+    ): "gather 3, reduce 7, reduce 6, reduce 5, reduce 4, gather 2, reduce 3, gather 1, reduce 2, gather 0, reduce 1, reduce 0",
+}
+
+
+@pytest.mark.parametrize(("num_layers", "window", "settles_at"), LED)
+def test_a_reduction_comes_behind_the_gather_of_the_next_backwards_unit_and_ahead_of_later_ones(
+    num_layers: int, window: int, settles_at: tuple[int, ...]
+) -> None:
+    """On a rank that fails, too, behind what it has had made whole."""
+    schedule = build_training(TrainingStep(num_layers, 2, window=window, reduces_beside=True))
+    expected = trained(schedule, True, leads=True, settles_at=settles_at).in_line
+    assert ", ".join(backward_of(expected)) == LED[num_layers, window, settles_at]
+    behind = len(expected) if not settles_at else expected[::-1].index("gather 3")  # events that all come behind the settling
+    for what, word in {"gather": "gather", "hold": "reduce"}.items():
+        number = sum(each.startswith(word) for each in expected)
+        first = number - sum(each.startswith(word) for each in expected[len(expected) - behind :])
+        for at in range(first, number):
+            found = trained(schedule, True, (what, at), leads=True, settles_at=settles_at).in_line
+            assert found == expected, (what, at)
 
 
 class HopFault(Fault):

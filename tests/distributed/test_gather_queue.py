@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from ds_vertical.distributed.gather_queue import GatherQueue, UnitGather
+from ds_vertical.types import PRE
 
 
 class Unit:
@@ -15,7 +16,7 @@ class Unit:
     def __init__(self, name: str, log: list[str], error: OSError | None = None) -> None:
         self.name, self.log, self.error = name, log, error
         self.is_there = False
-        self.gather = UnitGather(self.issue, lambda: self.is_there)
+        self.gather = UnitGather(int(name) if name.isdecimal() else PRE, self.issue, lambda: self.is_there)
 
     def issue(self) -> Callable[[], None]:
         if self.error is not None:
@@ -66,32 +67,58 @@ def test_without_overlap_and_with_one_rank_nothing_is_issued_ahead_of_its_use() 
         assert log == expected
 
 
-def test_where_gathers_lead_one_is_issued_ahead_of_each_reduction_whether_or_not_its_shards_have_come() -> None:
+def led(queue: GatherQueue, unit: int) -> bool:
+    """Whether a reduction ahead of the unit's backward waits for a gather."""
+    ticket = queue.lead(unit)
+    if ticket is not None:
+        ticket.wait()
+    return ticket is not None
+
+
+def test_where_gathers_lead_the_next_units_is_issued_ahead_of_a_reduction_whether_or_not_its_shards_have_come() -> None:
     """When they come differs from rank to rank."""
     for is_there in (True, False):
         log: list[str] = []
         queue = GatherQueue(in_order=True, early=False, leads=True)
-        a, b = fetched(queue, "ab", log)
-        a.is_there = b.is_there = is_there
+        two, _ = fetched(queue, "21", log)
+        two.is_there = is_there
         queue.advance()
-        assert log == []
-        first = queue.lead()
-        assert first is not None and log == []
-        first.wait()
-        assert log == ["issue a"]
-        queue.complete(a.gather)
-        second = queue.lead()
-        assert second is not None
-        second.wait()
-        assert log == ["issue a", "wait a", "issue b"] and queue.num_issued == 2
-        assert queue.lead() is None
+        ticket = queue.lead(2)
+        assert ticket is not None and ticket.what == "fetch 2" and log == []
+        ticket.wait()
+        assert log == ["issue 2"] and queue.num_issued == 1
+        queue.complete(two.gather)
+        assert led(queue, 1) and log == ["issue 2", "wait 2", "issue 1"]
+
+
+def test_a_reduction_waits_for_no_gather_but_those_up_to_the_next_units() -> None:
+    """With two layers ahead, say: layer 4 has been gathered, and layers 3 and 2 are still read."""
+    log: list[str] = []
+    queue = GatherQueue(in_order=True, early=False, leads=True)
+    four, *_ = fetched(queue, "432", log)
+    queue.complete(four.gather)
+    assert not led(queue, 4), "it is there"
+    assert queue.lead(1) is None and queue.lead(None) is None, "it is fetched later, or no backward is left"
+    assert log == ["issue 4", "wait 4"]
+    assert led(queue, 2) and log[2:] == ["issue 3", "issue 2"]
+    assert not led(queue, 2) and queue.num_issued == 3, "it is on its way"
+
+
+def test_what_other_code_has_had_made_whole_leads_no_more() -> None:
+    log: list[str] = []
+    queue = GatherQueue(in_order=True, early=False, leads=True)
+    fetched(queue, "432", log)
+    queue.settle()
+    fetched(queue, "1", log)
+    assert [led(queue, unit) for unit in (4, 3, 2, 1)] == [False, False, False, True]
+    assert log[-1] == "issue 1" and queue.num_issued == 4
 
 
 def test_where_gathers_do_not_lead_none_is_issued_ahead_of_a_reduction() -> None:
     log: list[str] = []
     queue = GatherQueue(in_order=True, early=False)
-    fetched(queue, "a", log)
-    assert queue.lead() is None and log == []
+    fetched(queue, "2", log)
+    assert queue.lead(2) is None and log == []
 
 
 def test_ranks_that_leave_have_issued_the_same() -> None:

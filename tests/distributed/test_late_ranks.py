@@ -73,6 +73,10 @@ def test_a_layers_reduction_is_under_way_in_the_next_layers_backward(outcomes: O
             assert under_way == ([] if layer == NUM_LAYERS - 1 else ["_reduce_scatter_base"]), late.beside
 
 
+def test_a_failed_rank_knows_whether_the_others_gathers_lead(outcomes: Outcomes) -> None:
+    assert [late.leads for late in outcomes["late"]] == [True, True]
+
+
 def test_no_rank_waits_for_its_device_to_hear_of_another_ones_signal(outcomes: Outcomes) -> None:
     for late in outcomes["late"]:
         sites = Counter(wait.site for wait in late.waits[-1].elements())

@@ -304,8 +304,9 @@ class Outcome:
     """What training has given; on the late device also the host's waits of each step, what was wrong, bytes of host memory
     that are still registered with the device once the engine is gone; bytes of the device that the budget has for the training,
     and that it has taken at most. `lanes`: the threads that issue collectives over levels; `hops`: the levels over which they
-    go. `beside`: of the last step, for each backward of a LookingBlock and a micro-batch, the collectives that are
-    under way when it begins. `fetches`: of the last step."""
+    go. `leads`: what a rank that fails is told of whether the others' gathers lead. `beside`: of the last step, for each
+    backward of a LookingBlock and a micro-batch, the collectives that are under way when it begins. `fetches`: of the last
+    step."""
 
     run: harness.Run | None = None
     waits: list[Counter[Any]] = field(default_factory=list)
@@ -315,6 +316,7 @@ class Outcome:
     peak: int = -1
     lanes: list[str] = field(default_factory=list)
     hops: list[str] = field(default_factory=list)
+    leads: bool = False
     beside: list[tuple[int, list[str]]] = field(default_factory=list)
     fetches: list[Fetched] = field(default_factory=list)
     error: str | None = None
@@ -445,6 +447,7 @@ def outcome(case: Case, folder: Path) -> Outcome:
 
     def look(engine: Any, model: nn.Module, config: dict[str, Any]) -> None:
         found.budget, found.lanes, found.hops = device_budget(engine, model, config), lanes(), hops(engine)
+        found.leads = engine._runner.others is not None and engine._runner.others.gathers_lead
 
     before = torch.accelerator.memory_stats()["active_bytes.all.current"]
     try:

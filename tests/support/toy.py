@@ -87,7 +87,7 @@ class MemoryParams:
 
     def fetch(self, unit: Unit, step: Ticket | None = None, arrival: Arrival = Arrival()) -> Ticket:  # noqa: B008 - frozen
         self.fetched.append(unit)
-        gather = UnitGather(lambda: self.issue(unit, step), lambda: step is None or step.is_over)
+        gather = UnitGather(unit, lambda: self.issue(unit, step), lambda: step is None or step.is_over)
         self.gathers.add(gather)
         return Ticket(f"fetch {unit}", lambda: self.gathers.complete(gather), 4 * sum(p.numel() for p in self.units[unit]))
 
