@@ -95,8 +95,6 @@ def run_round(number: int, options: argparse.Namespace, configs: Mapping[str, An
             stepper.wait_ready()
         warm_up = {each.name: steppers[each.name].turn(options.warm_up) for each in contestants}
         turns, rows = [], options.evaluations * options.micro_batches * configs["vertical"]["train_micro_batch_size_per_gpu"]
-        if options.figure == "evaluation":
-            take_turn(steppers, list(steppers), options, rows)  # the first one of a process runs the self-check
         for index in range(options.turns):
             order = [each.name for each in inturn.rotated(contestants, index)]
             turns.append({"order": order, **take_turn(steppers, order, options, rows)})

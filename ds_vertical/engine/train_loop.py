@@ -244,17 +244,13 @@ class ModelCall:
             return compat_engine.model_of(self.engine)(*inputs, **kwargs)
 
     def body(self, batch: object, seed: int | None, loss_fn: LossFn | None) -> Body:
-        """The forward of one micro-batch, which returns its loss. A check of evaluations leaves out a `loss_fn`."""
+        """The forward of one micro-batch, which returns its loss."""
         functions = () if loss_fn is None else (loss_fn,)
-        alone = self._loss if loss_fn is None else self._outputs
-        run = partial(self._loss, batch, loss_fn)
-        return Body(run, seed, micro.form_of(batch), functions, alone=lambda: lambda: alone(micro.copied(batch)))
+        return Body(partial(self._loss, batch, loss_fn), seed, micro.form_of(batch), functions)
 
-    def _loss(self, batch: object, loss_fn: LossFn | None = None) -> torch.Tensor:
-        return micro.loss_of(self._outputs(batch), batch, loss_fn)
-
-    def _outputs(self, batch: object) -> object:
-        return micro.call_model(self, compat_engine.inputs_of(self.engine, batch))
+    def _loss(self, batch: object, loss_fn: LossFn | None) -> torch.Tensor:
+        inputs = compat_engine.inputs_of(self.engine, batch)
+        return micro.loss_of(micro.call_model(self, inputs), batch, loss_fn)
 
 
 class VerticalLoop(TrainLoop):
@@ -265,7 +261,7 @@ class VerticalLoop(TrainLoop):
         super().__init__(parts.engine, vertical.seed if vertical.seed_micro_batches else None, progress)
         self.call_model = ModelCall(parts.engine)
         self._parts = parts
-        self._check, self.evaluations = check, EvaluationCheck(parts)
+        self._check, self._evaluations = check, EvaluationCheck(parts)
         self._tracer, self._full = tracer, DeviceFull(parts)
         self._counts: Counts = OwnCounts(0)  # of the step under way, or of the one before
         self._weights: list[float] | None = None  # likewise: of this rank's losses in the mean; None: all the same
@@ -446,17 +442,16 @@ class VerticalLoop(TrainLoop):
         """Run forwards without training, each with a seed of its own; returns what each returned."""
         in_turn = len(bodies) == 1 or self._parts.vertical.order == "horizontal"
         self._num_evaluations += not in_turn
-        if not in_turn:
-            seeds = micro.evaluation_seeds(len(bodies), torch.initial_seed(), self._num_evaluations, ranks.rank())
-            bodies = [replace(body, seed=seed) for body, seed in zip(bodies, seeds, strict=True)]
-        return self._results(bodies, self._calls_without_training)
+        seeds = [None] * len(bodies) if in_turn else _evaluation_seeds(len(bodies), self._num_evaluations)
+        seeded_bodies = [replace(body, seed=seed) for body, seed in zip(bodies, seeds, strict=True)]
+        return self._results(seeded_bodies, self._calls_without_training)
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """The model's outputs for one call, without training."""
         body = Body(partial(self.call_model, *inputs, **kwargs), None, micro.form_of((inputs, kwargs)))
         return self._results([body], LearnedCalls())[0]
 
-    def _results(self, bodies: Sequence[Body], calls: LearnedCalls) -> list[Any]:
+    def _results(self, bodies: list[Body], calls: LearnedCalls) -> list[Any]:
         """Run forwards without training, layer-major or, with "horizontal", one after the other; returns what each returned.
         `calls`: of the model by each of them."""
         parts = self._parts
@@ -472,26 +467,30 @@ class VerticalLoop(TrainLoop):
             ):
                 return [result for some in together for result in self._evaluated(some, calls)]
 
-    def _evaluated(self, bodies: Sequence[Body], calls: LearnedCalls) -> list[Any]:
+    def _evaluated(self, bodies: list[Body], calls: LearnedCalls) -> list[Any]:
         parts, window = self._parts, self._parts.vertical.prefetch_layers
 
-        def run(some: Sequence[Body], calls: LearnedCalls) -> list[Any]:
+        def run(some: Sequence[Body]) -> list[Any]:
             shape, standing = (parts.layers.num_layers, len(some)), parts.standing_in_evaluation()
             sweep = build_evaluation(*shape, window=window, calls=calls.number, outside=parts.layers.outside, standing=standing)
             return parts.runner.evaluate(sweep, some)
 
-        def learned(calls: LearnedCalls, some: Sequence[Body]) -> list[object]:
-            return until_known(partial(run, some, calls), parts.start_over, calls=calls)
+        def learned(some: Sequence[Body]) -> list[object]:
+            return until_known(partial(run, some), parts.start_over, calls=calls)
 
         def check() -> None:
             parts.start_over()
-            self.evaluations.run(bodies, whole, alone)
+            self._evaluations.run(bodies, learned)
 
-        whole, alone = partial(learned, calls), partial(learned, LearnedCalls())
-        self.evaluations.run(bodies, whole, alone)
-        results = until_known(partial(run, bodies, calls), check, calls=calls)
-        self.evaluations.run_behind(bodies, alone)
-        return results
+        self._evaluations.run(bodies, learned)
+        return until_known(partial(run, bodies), check, calls=calls)
+
+
+def _evaluation_seeds(num_micro_batches: int, number: int) -> Sequence[int | None]:
+    """Forwards that take turns cannot share the caller's random stream: each has its own, another one in each evaluation.
+    What the caller draws afterwards is what it would have drawn. `number`: of such evaluations, this one included."""
+    base, rank = torch.initial_seed(), ranks.rank()
+    return [micro.stream_seed(base, -number, index, rank) for index in range(num_micro_batches)]
 
 
 def _log(line: str) -> None:

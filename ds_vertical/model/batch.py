@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ds_vertical.io.streams import works_beside_host
 
-T = TypeVar("T")
 LossFn = Callable[[Any, Any], torch.Tensor]
 LossOf = Callable[[Callable[[], Any]], torch.Tensor]  # of what runs a forward's suffix and returns its outputs, the loss
 
@@ -116,11 +115,6 @@ def items_of(loss_fn: LossFn | None, batches: Sequence[object]) -> list[int] | N
     return [int(each) for each in found]
 
 
-def copied(inputs: T) -> T:
-    """A micro-batch with a copy of every tensor, into which a forward may write; other values as they are."""
-    return pytree.tree_map_only(torch.Tensor, torch.clone, inputs)
-
-
 def count_tokens(batches: list[Any]) -> int:
     """Elements of `input_ids` (or of the first tensor) summed over the micro-batches."""
     return sum(_first_tensor(batch).numel() for batch in batches)
@@ -136,13 +130,6 @@ def _first_tensor(batch: Any) -> torch.Tensor:
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
         return batch["input_ids"]
     return next((v for v in pytree.tree_leaves(batch) if isinstance(v, torch.Tensor)), torch.empty(0))
-
-
-def evaluation_seeds(num_micro_batches: int, base: int, number: int, rank: int) -> list[int]:
-    """Forwards that take turns cannot share the caller's random stream: each has its own, another one in each evaluation.
-    What the caller draws afterwards is what it would have drawn. `base`: the caller's seed; `number`: of such evaluations, this
-    one included."""
-    return [stream_seed(base, -number, index, rank) for index in range(num_micro_batches)]
 
 
 def stream_seed(seed: int, step: int, micro_batch: int, rank: int) -> int:

@@ -32,10 +32,8 @@ class Body:
     """One micro-batch's forward: `run` is the user's unmodified code; `seed` of its random streams (None: the caller's).
 
     `form`: equal for micro-batches of the same structure; `functions`: the user's that it calls besides the model. `checked`:
-    makes what the self-check runs in place of `run`; None: `run` itself. `alone`: makes what the check of evaluations runs in
-    its place, the model's calls alone, or returns None as long as `run` has not made them; None: it runs nothing. `loss_of`:
-    what the hub calls where the suffix is due, with what runs the suffix and returns what `run` returns; it returns the loss.
-    `weight`: the loss's own in the step's.
+    makes what the self-check runs in place of `run`; None: `run` itself. `loss_of`: what the hub calls where the suffix is due,
+    with what runs the suffix and returns what `run` returns; it returns the loss. `weight`: the loss's own in the step's.
     """
 
     run: Callable[[], Any]
@@ -43,7 +41,6 @@ class Body:
     form: Hashable = None
     functions: tuple[Any, ...] = ()
     checked: Callable[[], Callable[[], torch.Tensor]] | None = None
-    alone: Callable[[], Callable[[], object] | None] | None = None
     loss_of: LossOf = own_loss
     weight: float = 1.0
 

@@ -54,14 +54,13 @@ class ModelCalls:
 
     `expected`: how many there should be; `park`: gives the turn to the hub. `number`: of the call that is under way, or was
     last. `done_block`: the last block that has run in it. `is_surplus`: the code is about to make a call that was not expected.
-    `ahead`, `behind`: called in the code with each call's arguments as it begins, and as it has returned.
+    `behind`: called in the code as each call has returned.
     """
 
     def __init__(self, num_blocks: int, expected: int, blocks: BlockRunner, park: Callable[[], None]) -> None:
         self.number = 0
         self.done_block = -1
         self.is_surplus = False
-        self.ahead: Callable[[tuple[object, ...], dict[str, object]], None] = lambda *_: None
         self.behind: Callable[[], None] = lambda: None
         self._num_blocks = num_blocks
         self._expected = expected
@@ -73,8 +72,6 @@ class ModelCalls:
         """Called in place of the model's own call, which is `call`. Returns what the call returned."""
         if self._depth == 0 and self.done_block == self._num_blocks - 1:
             self._begin()
-        if self._depth == 0:
-            self.ahead(args, kwargs)
         self._depth += 1
         try:
             result = call(*args, **kwargs)

@@ -70,11 +70,6 @@ class CallableEngine(SavingEngine):
                 all_runs.put_back()
                 raise
 
-    @property
-    def awaits_calls(self) -> bool:
-        """Whether windows of an evaluation are to be of one micro-batch each for now: see `EvaluationCheck`."""
-        return self._loop.evaluations.awaits_calls
-
     def forward(self, *inputs: object, **kwargs: object) -> Any:  # override
         """The model's outputs: in training mode with gradients, in evaluation mode without. Raises LoopError where a loop of
         the three calls cannot be followed."""

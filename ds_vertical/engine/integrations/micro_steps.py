@@ -315,33 +315,16 @@ class EvaluatedStep(RunningStep):
         super().__init__(call_model)
         self._index = index
         self._runs = runs
-        self._calls: list[tuple[tuple[object, ...], dict[str, object]]] = []  # of the model, by the last run of the code
 
     def body(self, run: Callable[[], object], form: Hashable) -> Body:
         """It as the forward of its micro-batch, which returns what the code returns."""
 
         def whole() -> object:
             self._runs.begins(self._index)
-            self._calls = calls = []
-            coroutine = getcurrent()
-            if isinstance(coroutine, Coroutine):  # calls past the engine, as a Trainer makes them, are the model's, too
-                coroutine.micro_batch.calls.ahead = lambda *call: calls.append(call)
             with self.running():
                 return run()
 
-        return Body(whole, None, form, alone=self._alone)
-
-    def _alone(self) -> Callable[[], object] | None:
-        """The model's calls in the code's last run: the check of evaluations runs none of the user's code again."""
-        calls, model = self._calls, self.call_model  # the check may come in a later window, and keeps no more
-        if not calls:
-            return None
-
-        @torch.no_grad()
-        def run() -> list[object]:
-            return [model(*inputs, **kwargs) for inputs, kwargs in map(micro.copied, calls)]
-
-        return run
+        return Body(whole, None, form)
 
 
 def loss_of_outputs(outputs: object) -> torch.Tensor:

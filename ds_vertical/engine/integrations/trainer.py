@@ -252,7 +252,7 @@ class Evaluations:
     ) -> None:
         """Have the results of the window's batches, or of as many of these as can wait."""
         while not self._predicted:
-            batches = windows.window[: 1 if engine.awaits_calls else windows.size]
+            batches = windows.window[: windows.size]
             runs = [functools.partial(self._predict_one, predict, batch, len(batches)) for batch in batches]
             try:
                 self._predicted = engine.eval_window(runs, batches, self._counted())

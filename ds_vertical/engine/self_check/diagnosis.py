@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -28,18 +27,6 @@ class SelfCheckError(LayerError):
     this one. The message names the layer, the micro-batch and the tensor, and what to do."""
 
 
-@dataclass(frozen=True)
-class EvaluationDifference:
-    """A tensor of a micro-batch's result that differs by `distance` from that in stock's order. `is_unsteady`: so do two runs
-    in that order. `output`: the first block whose output differs, and which of its tensors; None: no block's."""
-
-    micro_batch: int
-    tensor: int
-    distance: float
-    is_unsteady: bool
-    output: tuple[int, int] | None = None
-
-
 class Diagnosis:
     """Makes the errors of one self-check. `order`: the schedule's. `state`: what is known of modules' state; None: nothing."""
 
@@ -57,20 +44,14 @@ class Diagnosis:
         other = 'set vertical_schedule.order to "horizontal", which runs one micro-batch after another, or '
         return f"{'' if self._order == 'horizontal' else other}{_MEND}; {_TRAIN}"
 
-    def of_evaluation(self, found: EvaluationDifference) -> SelfCheckError:
+    def of_evaluation(self, micro_batch: int, distance: float) -> SelfCheckError:
         """Layer-major order gives another result of a micro-batch, in an evaluation, than one micro-batch after the other."""
         suspects = _some(sorted(self._state.unsure) if self._state is not None else ())
-        causes = f"what the forward changes, and may be the cause: {suspects}; or" if suspects else "the cause may be"
-        if found.is_unsteady:
-            causes = f"it differs between two runs in stock's order, too; {causes}"
-        place = "in the outputs of no layer"
-        if found.output is not None:
-            place = f"first in {where(self._layers, found.output[0])}, output tensor {found.output[1]}"
         return SelfCheckError(
-            f"vertical_schedule.self_check: in an evaluation the result of micro-batch {found.micro_batch} differs by"
-            f" {found.distance:.1e} of its norm from that in stock's order (its tensor {found.tensor}), {place}; {causes} state"
-            " in an object that is not looked into (docs/state.md); no result has been returned; set vertical_schedule.order to"
-            f' "horizontal", which runs one micro-batch after another, or {_MEND}; {_FALSE} evaluates without this check'
+            f"vertical_schedule.self_check: in an evaluation the result of micro-batch {micro_batch} differs by {distance:.1e}"
+            " of its norm from that in stock's order; what the forward changes, and may be the cause:"
+            f' {suspects}; nothing has been evaluated; set vertical_schedule.order to "horizontal", which runs one micro-batch'
+            f" after another, or {_MEND}; {_FALSE} evaluates without this check"
         )
 
     def of_plain_order(self, failure: Exception, place: tuple[str, int | None], micro_batch: int) -> Exception:

@@ -135,52 +135,13 @@ def distance_from_sum(total: Digest, parts: Sequence[Digest]) -> float:
 
 
 def digests_of(value: Any) -> list[Digest]:
-    """Of all tensors that a value holds, in objects too; of one without readable numbers a digest of its dtype alone."""
+    """Of all tensors that a value holds, in objects too."""
     leaves = pytree.tree_leaves(value)
     own = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     objects = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and container_of(leaf, given=True) is not None]
     held = containers(objects, given=True) if objects else []
     inside = [tensor for _, tensor in tensors_of((each, each.read()) for each in held)]
-    return [each for tensor in (*own, *inside) for each in _digests(tensor)]
-
-
-def _digests(tensor: torch.Tensor) -> list[Digest]:
-    """Of the tensors that hold a tensor's numbers."""
-    try:
-        return [digest(part) for part in _parts(tensor)]
-    except (RuntimeError, NotImplementedError, TypeError) as error:  # a library's class of tensors may do without anything
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        return [Digest((), tensor.dtype, None, 0.0, ())]
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Strided tensors of real numbers that tell a tensor from others. Numbers that are not finite are told apart by kind, and
-    the others by their distance: a mask of -inf must not hide what stands beside it."""
-    if tensor.is_nested:
-        return [part for each in tensor.unbind() for part in _parts(each)]
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return [tensor.indices(), *_parts(tensor.values())]
-    if tensor.layout is not torch.strided:
-        by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-        places = (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
-        return [*places, *_parts(tensor.values())]
-    if tensor.is_complex():
-        return _parts(torch.view_as_real(tensor.resolve_conj()))
-    tensor = tensor.detach().resolve_neg()
-    if not tensor.is_floating_point() or tensor.element_size() == 1 or bool(tensor.isfinite().all()):
-        return [tensor]  # torch does not ask numbers of 8 bits
-    kinds = tensor.isnan().byte() + 2 * tensor.isposinf().byte() + 3 * tensor.isneginf().byte()
-    return [torch.where(tensor.isfinite(), tensor, 0.0), kinds]
-
-
-def differing(ours: Sequence[Digest], theirs: Sequence[Digest]) -> dict[int, float]:
-    """Which of the tensors differ beyond rounding, and by how much: see `largest_distance`."""
-    if len(ours) != len(theirs):
-        return {min(len(ours), len(theirs)): math.inf}
-    distances = enumerate(map(Digest.distance, ours, theirs))
-    return {index: distance for index, distance in distances if distance > ours[index].tolerance}
+    return [digest(tensor) for tensor in (*own, *inside)]
 
 
 def largest_distance(ours: Sequence[Digest], theirs: Sequence[Digest]) -> tuple[int, float]:

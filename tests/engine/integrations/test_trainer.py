@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -277,7 +275,7 @@ def noting_fetches(trainer: Any, fetched: list[Any]) -> Iterator[None]:
     """Each read of a layer in the block is written down."""
     store = trainer.model_wrapped.param_store
     fetch = store.fetch
-    with patch.object(store, "fetch", lambda unit, *more: fetched.append(unit) or fetch(unit, *more)):
+    with patch.object(store, "fetch", lambda unit: fetched.append(unit) or fetch(unit)):
         yield
 
 
@@ -371,78 +369,6 @@ def test_an_evaluation_that_calls_the_model_twice_is_in_stocks_order(tmp_path: P
         return trained(seen, arguments_for(folder, config, num_train_epochs=2, eval_strategy="epoch"), kind=Twice)
 
     assert_same(*both(tmp_path, train))
-
-
-def scaled_llama(holder: Any) -> Any:
-    """Its layers read what a hook ahead of the forward writes into `holder`, in evaluations alone."""
-    model = tiny_llama(num_layers=2, hidden=32)
-
-    def write(module: Any, _: Any, kwargs: Any) -> None:
-        holder.gain = 0.0 if module.training else 0.01 * float(kwargs["input_ids"].sum() % 97)
-
-    def read(_: Any, args: Any) -> Any:
-        return (args[0] * (1 + holder.gain), *args[1:])
-
-    model.register_forward_pre_hook(write, with_kwargs=True)
-    for layer in model.model.layers:
-        layer.register_forward_pre_hook(read)
-    return model
-
-
-@pytest.mark.parametrize("kind", [argparse.Namespace, pytest.param(SimpleNamespace, marks=pytest.mark.slow)])
-def test_a_first_evaluation_is_checked_and_runs_the_users_code_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type
-) -> None:
-    """The engine looks into one of the two. An evaluation that cannot be right in windows goes on without them, and has lost
-    nothing by then."""
-    from transformers import Trainer
-
-    losses, begun, fetched = list[float](), list[int](), list[Any]()
-    rows = token_rows(16, seed=2)  # 8 micro-batches, of which 4 make a window
-
-    class Counting(Trainer):
-        def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            begun.append(1)
-            found = super().prediction_step(model, inputs, *args, **kwargs)
-            losses.append(float(found[0]))
-            return found
-
-    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
-        args = arguments_for(folder, config, max_steps=1)
-        trainer = trained(seen, args, kind=Counting, model=scaled_llama(kind()), eval_dataset=rows)
-        trainer.evaluate()
-        with noting_fetches(trainer, fetched):
-            trainer.evaluate()
-        return trainer
-
-    run_arm(tmp_path, vertical=True, train=train, section={"self_check": None}, **HOST)
-    alone = losses_one_by_one(tmp_path / "alone", rows)
-    assert len(begun) == 16 and losses == alone * 2
-    said, is_seen = capsys.readouterr().out, kind is SimpleNamespace
-    refused = "this evaluation reads all layers for each batch: Counting.prediction_step: vertical_schedule.self_check: in an"
-    assert said.count(refused) == (0 if is_seen else 2)
-    assert said.count("2 micro-batches of an evaluation") == (1 if is_seen else 2)
-    assert not is_seen or fetched.count(1) == 2
-
-
-def losses_one_by_one(folder: Path, rows: list[dict[str, torch.Tensor]]) -> list[float]:
-    """Of the same model behind the same step, in stock's order."""
-    found = list[float]()
-
-    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
-        model = scaled_llama(SimpleNamespace())
-        trainer = trained(seen, arguments_for(folder, config, max_steps=1), model=model, eval_dataset=rows)
-        step = trainer.prediction_step
-        trainer.prediction_step = lambda *given, **more: note(step(*given, **more))
-        trainer.evaluate()
-        return trainer
-
-    def note(result: Any) -> Any:
-        found.append(float(result[0]))
-        return result
-
-    run_arm(folder, vertical=False, train=train, **HOST)
-    return found
 
 
 # ---- generation
