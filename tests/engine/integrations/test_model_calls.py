@@ -114,7 +114,7 @@ def test_a_number_that_changes_is_followed_and_one_that_differs_in_a_step_is_ref
                 window(engine, kind, steps[0])
         assert engine.global_steps == 0
         fetch = engine.param_store.fetch
-        with patch.object(engine.param_store, "fetch", lambda unit: fetched.append(unit) or fetch(unit)):
+        with patch.object(engine.param_store, "fetch", lambda unit, *more: fetched.append(unit) or fetch(unit, *more)):
             for kind, count in ((contrastive, 3), (contrastive, 3), (plain, None), (plain, 2)):
                 fetched.clear()
                 window(engine, kind, steps.pop())
@@ -182,7 +182,7 @@ def test_an_evaluation_reads_each_layer_once_for_each_call_of_a_window(tmp_path:
         trainer.evaluate()  # which learns that there are two calls
         engine = trainer.model_wrapped
         fetch = engine.param_store.fetch
-        with patch.object(engine.param_store, "fetch", lambda unit: fetched.append(unit) or fetch(unit)):
+        with patch.object(engine.param_store, "fetch", lambda unit, *more: fetched.append(unit) or fetch(unit, *more)):
             trainer.evaluate()
         return trainer
 
