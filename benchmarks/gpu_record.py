@@ -27,7 +27,8 @@ _TOTAL = re.compile(r"ds_vertical: device +total +([\d.]+)")
 def usage(path: Path) -> dict[str, Any]:
     """What the GPU was busy with; nothing where nobody has looked."""
     rows = list(csv.reader(path.read_text().splitlines()))[1:] if path.exists() else []
-    whole = [row for row in rows if len(row) == 3 and row[1].strip().endswith("%")]  # the last one may have been cut
+    # the last one may have been cut, and a GPU need not say all
+    whole = [row for row in rows if len(row) == 3 and row[1].strip().endswith("%") and row[2].strip().endswith("MiB")]
     if not whole:
         return {}
     busy = [float(row[1].strip(" %")) for row in whole]

@@ -8,7 +8,6 @@ All ranks decide together: another schedule on one rank would leave the others i
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +38,7 @@ _STOCK_FILES: Final = 8  # that DeepSpeed's optimizer swapper has open at a time
 _STOCK_HANDLES: Final = 2  # of asynchronous I/O, which it makes after this check
 _STRIPED_QUEUES: Final = 2  # of ours, through which DeepSpeed's swappers move files that lie on several SSDs
 _READ_PER_PART: Final = 4  # master, moments, gradient
-_SUB_GROUP: Final = "zero_optimization.sub_group_size"
+_SUB_GROUP: Final = memory_budget.SUB_GROUP
 _AIO: Final = Path("/proc/sys/fs")
 
 
@@ -121,24 +120,24 @@ def check_locked(forecast: Forecast, config: dict[str, object]) -> None:
     items = memory_budget.budget(forecast.shape, forecast.terms)
     ours = sum(item.num_bytes for item in items if item.what in ("parameter buffers", "optimizer slots"))
     stock = _locked_by_stock(forecast, config)
-    fault = _lock_fault(ours if pinned_memory.counts_as_locked() else 0, stock, partial(_largest_sub_group, forecast, config))
+    fault = _lock_fault(ours if pinned_memory.counts_as_locked() else 0, stock, partial(_smaller_sub_group, forecast, config))
     faults = [found for found in ranks.all_gathered(fault) if found is not None]
     if faults:
         raise MemoryBudgetError(fault or faults[0])
 
 
-def _lock_fault(ours: int, stock: Mapping[str, int], fitting: Callable[[int], int]) -> str | None:
-    """What to say on this rank. `fitting`: the sub_group_size whose buffers fit into so many bytes."""
+def _lock_fault(ours: int, stock: Mapping[str, int], fitting: Callable[[int], int | None]) -> str | None:
+    """What to say on this rank. `fitting`: a sub_group_size with which DeepSpeed's buffers fit into so many bytes."""
     needed, lockable = max(ours, sum(stock.values())), host.lockable_bytes()
     if lockable is None or needed <= lockable:
         return None
     told, smaller = "", ","
     if needed > ours:
         told = f" for DeepSpeed's buffers ({', '.join(f'{what}: {size}' for what, size in stock.items() if size)})"
-        fits = fitting(lockable - (sum(stock.values()) - stock.get(_SUB_GROUP, 0)))
-        if fits > 0:
+        fits = fitting(lockable) if ours <= lockable else None  # our own buffers stay as they are
+        if fits is not None:
             smaller = f", write smaller ones there ({_SUB_GROUP}: {fits} fits),"
-        elif stock.keys() != {_SUB_GROUP}:  # with one parameter a sub-group is too large
+        elif ours <= lockable and stock.keys() != {_SUB_GROUP}:  # with one parameter a sub-group is too large
             smaller = ", write smaller ones there,"
     return (
         f"locked memory: needs {needed} bytes{told}, {lockable} are allowed; raise the limit"
@@ -166,16 +165,13 @@ def _locked_by_stock(forecast: Forecast, config: dict[str, object]) -> dict[str,
     return found
 
 
-def _largest_sub_group(forecast: Forecast, config: dict[str, object], room: int) -> int:
-    """A sub_group_size with which what DeepSpeed locks for a chunk fits into `room` bytes; 0 or less where none does. A chunk
-    ends with the parameter that makes it as large as that."""
-    json, chunks = stock_config.OffloadSettings.read(config), forecast.chunks
-    each = memory_budget.STOCK_BUFFERS * FP32_BYTES * json.state_in_files
-    each += forecast.shape.param_bytes * any(chunk.params_in_files for chunk in chunks)
-    most = max((len(chunk.params) for chunk in chunks), default=0)
-    rounded = (memory_budget.STOCK_BUFFERS + most) * json.alignment_bytes + (memory_budget.STOCK_BUFFERS + 1) * mmap.PAGESIZE
-    largest = max((zero_params.full_numel(param) for chunk in chunks for param in chunk.params), default=0)
-    return (room - rounded) // each - largest + 1 if each else 0
+def _smaller_sub_group(forecast: Forecast, config: dict[str, object], lockable: int) -> int | None:
+    """A sub_group_size below the JSON's with which what DeepSpeed locks fits into `lockable` bytes, if there is one."""
+    now = stock_config.OffloadSettings.read(config).sub_group_size
+    largest = max((chunk.numel for chunk in forecast.chunks), default=0)
+    tried = (size for size in (now >> n for n in range(1, now.bit_length())) if size < largest)  # others change nothing
+    stocks = ((size, _locked_by_stock(forecast.changed(_SUB_GROUP, size), config)) for size in tried)
+    return next((size for size, stock in stocks if sum(stock.values()) <= lockable), None)
 
 
 # ---- disk

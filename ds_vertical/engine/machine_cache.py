@@ -15,7 +15,7 @@ from typing import Any, Final
 from ds_vertical.compat.ops.cache import cache_root
 from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.io.atomic_file import replace_file, try_place
-from ds_vertical.planner.machine import read_links
+from ds_vertical.planner.machine import LAUNCHES, read_links
 
 MeasuredReport = dict[str, Any]  # a file of `ds-vertical limits`
 
@@ -24,7 +24,8 @@ _SHARED_OUT: Final = (
     *("ssd_read_bytes_per_s", "ssd_write_bytes_per_s", "ssd_read_together_bytes_per_s", "ssd_write_together_bytes_per_s"),
     "ssd_bytes",
 )
-_LESS_IS_BETTER: Final = ("_latency_s", "_s_per_byte", "_share")
+_LESS_IS_BETTER: Final = ("_latency_s", "_s_per_byte", "_share", *LAUNCHES)
+_GPU_NODES: Final = ("/dev/nvidia0", "/dev/kfd")  # the latter: AMD's, which torch calls cuda
 # Keys of a machine, and those whose numbers theirs never exceed
 _AT_MOST: Final = {
     "ssd_read_together_bytes_per_s": "ssd_read_bytes_per_s",
@@ -49,8 +50,11 @@ def disks_of(folders: Sequence[str | os.PathLike[str]]) -> tuple[int, ...]:
 def report_path(folder: str | os.PathLike[str]) -> Path:
     """Where the report for the disk of `folder` (see `file_system_of`) is kept: by what the kernel shows of devices, which
     spares the import of torch."""
-    has_gpu = any(Path(node).exists() for node in ("/dev/nvidia0", "/dev/kfd"))  # the latter: AMD's, which torch calls cuda
-    accelerator = os.environ.get("DS_ACCELERATOR") or ("cuda" if has_gpu else "cpu")
+    has_gpu = any(Path(node).exists() for node in _GPU_NODES)
+    return _report_path(folder, os.environ.get("DS_ACCELERATOR") or ("cuda" if has_gpu else "cpu"))
+
+
+def _report_path(folder: str | os.PathLike[str], accelerator: str) -> Path:
     return _place_of(platform.node(), os.cpu_count(), _processor(), _memory_total(), accelerator, file_system_of(folder))
 
 
@@ -115,8 +119,11 @@ def _naming(path: Path) -> Iterator[None]:
 def cached_report(folder: str | os.PathLike[str] | None) -> MeasuredReport | None:
     """The report of this machine for the disk of `folder` (None: of the working directory); None where there is none that
     can be read."""
+    path = report_path(folder or ".")
+    if not path.exists() and not os.environ.get("DS_ACCELERATOR") and not Path(_GPU_NODES[0]).exists():
+        path = _report_path(folder or ".", "cpu")  # where reports of AMD's graphics were kept, too
     try:
-        report = json.loads(report_path(folder or ".").read_text())
+        report = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
     return report if isinstance(report, dict) else None

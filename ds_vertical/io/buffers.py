@@ -140,29 +140,34 @@ class Reserve:
 
     def take(self, numel: int) -> torch.Tensor:
         """A tensor of `numel` elements or somewhat more, contents undefined."""
-        return self.take_all([numel])[0]
+        found: list[torch.Tensor] = []
+        self.take_all([numel], lambda _, tensor: found.append(tensor))
+        return found[0]
 
-    def take_all(self, numels: Sequence[int]) -> list[torch.Tensor]:
-        """As `take`, a tensor for each. Those that have to be made are made in one piece, whose memory goes with the last."""
-        found: dict[int, torch.Tensor] = {}
+    def take_all(self, numels: Sequence[int], hand: Callable[[int, torch.Tensor], None]) -> None:
+        """As `take`, a tensor for each: `hand(index, tensor)` holds it before it leaves the reserve, so that an interrupt loses
+        none. What was handed before an error stays the holder's. Those that have to be made are made in one piece, whose memory
+        goes with the last."""
+        missing: dict[int, int] = {}
         with self._lock:
             for index, numel in enumerate(numels):
                 fitting = [spare for spare in self._spare if numel <= spare.numel() <= 2 * numel]
                 if fitting:
-                    found[index] = least = min(fitting, key=torch.Tensor.numel)
-                    self._spare = [spare for spare in self._spare if spare is not least]
-        missing = {index: numel for index, numel in enumerate(numels) if index not in found}
-        if missing:
-            try:
-                made = self._make(sum(missing.values()))
-            except BaseException:
-                for taken in found.values():
-                    self.put_back(taken)
-                raise
-            with self._lock:
-                self.num_bytes += made.numel() * made.element_size()
-            found.update(zip(missing, made.split(list(missing.values())), strict=True))
-        return [found[index] for index in range(len(numels))]
+                    self._hand(index, min(fitting, key=torch.Tensor.numel), hand)
+                else:
+                    missing[index] = numel
+        if not missing:
+            return
+        made = self._make(sum(missing.values()))
+        pieces = made.split(list(missing.values()))
+        with self._lock:
+            self._spare, self.num_bytes = [*self._spare, *pieces], self.num_bytes + made.numel() * made.element_size()
+            for index, piece in zip(missing, pieces, strict=True):
+                self._hand(index, piece, hand)
+
+    def _hand(self, index: int, tensor: torch.Tensor, hand: Callable[[int, torch.Tensor], None]) -> None:
+        hand(index, tensor)
+        self._spare = [spare for spare in self._spare if spare is not tensor]
 
     def put_back(self, tensor: torch.Tensor) -> None:
         """The tensor's contents are wanted no longer. Twice is harmless as long as nobody took it between: an interrupt may

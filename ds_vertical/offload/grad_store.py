@@ -197,8 +197,7 @@ class HeldGradients:
         if flat is not None and _lie_in(flat, sums.shares, [size for index in indices for size in self._chunks[index].sizes]):
             whole = _Memory(flat, sums.give_back)
         in_place = {part for part in uses if whole is not None and (all_wait or uses[part] == {"early step"})}
-        for part, memory in _memories([part for part in uses if part not in in_place], self._reserve).items():
-            held.parts[part] = _Held(memory.tensor.narrow(0, 0, part.numel), memory, uses[part])
+        _take(held, {part: uses[part] for part in uses if part not in in_place}, self._reserve)
         start, left = 0, iter(sums.shares)
         for index in indices:
             self._owner[index] = unit
@@ -362,10 +361,15 @@ def _fill(
         start += size
 
 
-def _memories(parts: Sequence[Part], reserve: Reserve) -> dict[Part, _Memory]:
+def _take(held: _Unit, uses: Mapping[Part, set[Use]], reserve: Reserve) -> None:
     """Memory for these parts, each given back by itself. New memory is one piece, which a driver locks once."""
-    tensors = reserve.take_all([aligned_numel(part) for part in parts])
-    return {part: _Memory(each, reserve.put_back, 1) for part, each in zip(parts, tensors, strict=True)}
+    parts = list(uses)
+
+    def hold(index: int, tensor: torch.Tensor) -> None:
+        part = parts[index]
+        held.parts[part] = _Held(tensor.narrow(0, 0, part.numel), _Memory(tensor, reserve.put_back, 1), uses[part])
+
+    reserve.take_all([aligned_numel(part) for part in parts], hold)
 
 
 def _page_locked(numel: int) -> torch.Tensor:

@@ -366,7 +366,7 @@ class _Pricer:
             return self.lanes.compute(self.shape.pre_forward_s, 1)
         if event.layer == SUF:
             return self.lanes.compute(self.shape.head_s / 3, 1)  # a forward pass is a third of forward and backward
-        return self.lanes.compute(self.shape.forward_s * self._scale(event), 1, self.lanes.machine.schedule_forward_s)
+        return self._layer(event, self.shape.forward_s, 1, self.lanes.machine.schedule_forward_s)
 
     def head(self, event: Event) -> Cost:
         """Suffix, loss and their backward, for one micro-batch."""
@@ -379,11 +379,14 @@ class _Pricer:
             return self.lanes.compute(shape.pre_backward_s, 2)
         last = event.layer == shape.num_layers - 1 and not shape.recompute_last
         recompute = 0.0 if last else max(0.0, shape.forward_s - self.moves.saved_s(event))
-        seconds, own_s = (shape.backward_s + recompute) * self._scale(event), self.lanes.machine.schedule_backward_s
-        return self.lanes.compute(seconds, 3 if recompute else 2, own_s)
+        launches, own_s = 3 if recompute else 2, self.lanes.machine.schedule_backward_s
+        return self._layer(event, shape.backward_s + recompute, launches, own_s)
 
-    def _scale(self, event: Event) -> float:
-        return self.shape.elements(event.layer) / (max(self.shape.layer_elements) or 1)
+    def _layer(self, event: Event, seconds: float, launches: int, schedule_s: float) -> Cost:
+        """`seconds`: of a layer of largest size; `launches` and `schedule_s`: of each of its blocks."""
+        scale = self.shape.elements(event.layer) / (max(self.shape.layer_elements) or 1)
+        blocks = max(1, round(self.shape.blocks_per_layer * scale))  # the last layer may have fewer
+        return self.lanes.compute(seconds * scale, blocks * launches, blocks * schedule_s)
 
     def reduce(self, event: Event) -> Cost:
         """The unit's gradient sums on their way over the links, or over those of the node where a CROSS follows."""

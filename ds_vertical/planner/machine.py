@@ -45,7 +45,7 @@ class Machine:
     that is rounded to fewer bits, or read from them, for a collective (null: none; counted where `one_memory`). Latencies are
     seconds per event. `launch_s`: seconds of the host's thread to issue a block's forward to a device beside it, which computes
     meanwhile; a backward takes two of them, its recompute one. `schedule_forward_s`, `schedule_backward_s`: what the schedule's
-    own code takes on that thread beside them, for a layer's forward and backward of a micro-batch; the defaults are what
+    own code takes on that thread beside them, for a block's forward and backward of a micro-batch; the defaults are what
     `benchmarks/launch.py` has found on one core.
     `from_dict` reads the JSON of `ds-vertical limits`.
     """

@@ -66,7 +66,7 @@ class ModelShape:
     with other shares than the placement's, the elements whose state this rank has in files and in memory. `compressed`: of each
     master in files the low half is read and written; any step but an early one reads the parameter, too.
     `small`: what files are too small for (none, where `files` and `placement` leave it out). `freed`: what backwards free,
-    where autograd keeps nothing for them. Raises CostsError.
+    where autograd keeps nothing for them. `blocks_per_layer`: of a layer of largest size. Raises CostsError.
     """
 
     pre_elements: int
@@ -98,6 +98,7 @@ class ModelShape:
     compressed: bool = False
     small: SmallTensors = SmallTensors()
     freed: FreedBytes = FreedBytes()
+    blocks_per_layer: int = 1
 
     def __post_init__(self) -> None:
         if not self.layer_elements:
@@ -108,7 +109,7 @@ class ModelShape:
             check_number("model", key, getattr(self, key), 0.0, "seconds, 0 or more")
         for key in ("activation_bytes", "gradient_bytes", "state_bytes", "working_bytes", "reduce_bytes"):
             check_number("model", key, getattr(self, key), 0, "bytes, 0 or more", whole=True)
-        for key in ("param_bytes", "num_shards", "generations"):
+        for key in ("param_bytes", "num_shards", "generations", "blocks_per_layer"):
             check_number("model", key, getattr(self, key), 1, "a whole number, 1 or more", whole=True)
         if self.part_elements is not None:
             check_number("model", "part_elements", self.part_elements, 1, "elements, 1 or more, or null", whole=True)
@@ -402,15 +403,10 @@ def estimated(spec: ModelSpec, sequences: int, flops_per_s: float) -> Seconds:
 
 def shaped(shape: ModelShape, seconds: Seconds, blocks_per_layer: int = 1) -> ModelShape:
     """`shape` with the seconds of its pieces; its last layer is not recomputed, as in the vertical order."""
-    return replace(
-        shape,
-        forward_s=blocks_per_layer * seconds.block_forward,
-        backward_s=blocks_per_layer * seconds.block_backward,
-        pre_forward_s=seconds.pre_forward,
-        pre_backward_s=seconds.pre_backward,
-        head_s=seconds.head,
-        recompute_last=False,
-    )
+    forward_s, backward_s = blocks_per_layer * seconds.block_forward, blocks_per_layer * seconds.block_backward
+    outside = {"pre_forward_s": seconds.pre_forward, "pre_backward_s": seconds.pre_backward, "head_s": seconds.head}
+    blocks = {"blocks_per_layer": blocks_per_layer, "forward_s": forward_s, "backward_s": backward_s}
+    return replace(shape, **blocks, **outside, recompute_last=False)
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,7 @@ class RunInfo:
             state_places=tuple((unit, count, self._stepped(unit) - count) for unit, count in self.file_elements.items()),
             compressed=self.compressed,
             network=self.network,
+            blocks_per_layer=per_layer,
         )
 
 

@@ -8,11 +8,21 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import forks
 import pytest
-from harness import base_config, small_buffers
+from harness import base_config, small_buffers, start_process_group
+from models import MixerModel
 from places import SUPPORT
+
+from ds_vertical.compat import pinned_memory
+from ds_vertical.config.resolve import resolve
+from ds_vertical.config.section import load_section
+from ds_vertical.engine import disk_check, memory_check
+from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.io import host
+from ds_vertical.model.layers import map_layers
 
 MIB = 1 << 20
 
@@ -44,6 +54,39 @@ def test_a_limit_below_what_deepspeed_locks_is_refused_and_the_one_that_is_advis
     word, told, most, left = limited(tmp_path, more)
     assert word == "trained" and left == 0, told
     assert 0.95 * more <= most <= more, (more, most)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_several_ranks_can_follow_the_advice_with_parameters_on_ssd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    """DeepSpeed's buffer for a sub-group's parameters has room for whole ones, that for state only for a rank's shards."""
+    start_process_group()
+    model, written = MixerModel(3, width=1024), 1 << 22
+    monkeypatch.setattr(memory_check.distributed_ranks, "world_size", lambda: num_ranks)
+    monkeypatch.setattr(pinned_memory, "counts_as_locked", lambda: False)
+
+    def planned(sub_group_size: int) -> tuple[memory_check.Forecast, dict[str, Any]]:
+        config = small_buffers(base_config(tmp_path / "swap", sub_group_size=sub_group_size), 1024 * 1024)
+        resolved = resolve(load_section(config), 0)
+        groups = memory_check.groups_of(model, None, None)
+        return memory_check.Forecast(map_layers(model, None), groups, config, resolved), config
+
+    def told(lockable: int) -> str:
+        monkeypatch.setattr(host, "lockable_bytes", lambda: lockable)
+        with pytest.raises(MemoryBudgetError) as refused:
+            disk_check.check_locked(*planned(written))
+        return str(refused.value)
+
+    forecast, config = planned(written)
+    assert any(chunk.params_in_files for chunk in forecast.chunks) and max(len(chunk.params) for chunk in forecast.chunks) > 1
+    limit = sum(disk_check._locked_by_stock(forecast, config).values()) - 1
+    found = re.search(r"\(zero_optimization.sub_group_size: (\d+) fits\)", told(limit))
+    assert found is not None and int(found[1]) < written
+    disk_check.check_locked(*planned(int(found[1])))
+    assert "fits" not in told(1)  # no sub-group is as small as that
+    monkeypatch.setattr(pinned_memory, "counts_as_locked", lambda: True)
+    assert "write smaller" not in told(1)  # our own buffers would not fit either
 
 
 @pytest.mark.slow

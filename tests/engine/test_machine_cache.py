@@ -45,8 +45,12 @@ def test_the_slowest_host_decides_each_rate() -> None:
         "host_cores": 8,
         "adam_cores": 4,
         "ssd_latency_s": 1e-5,
+        "launch_s": 1e-3,
+        "schedule_forward_s": 2e-3,
+        "schedule_backward_s": 1e-3,
         "one_memory": True,
     }
+    slow["machine"] |= {"launch_s": 2e-3, "schedule_forward_s": 1e-3, "schedule_backward_s": 3e-3}
     slow["machine"] |= {"ssd_read_together_bytes_per_s": None, "host_cores": 2, "adam_cores": None, "ssd_latency_s": 1e-4}
     found = machine_cache.slowest_report([quick, slow])
     assert found is not None and found["machine"] == {
@@ -57,12 +61,32 @@ def test_the_slowest_host_decides_each_rate() -> None:
         "host_cores": 2,
         "adam_cores": 2,
         "ssd_latency_s": 1e-4,
+        "launch_s": 2e-3,
+        "schedule_forward_s": 2e-3,
+        "schedule_backward_s": 3e-3,
         "one_memory": True,
     }
     assert found["capacity"] == {"ssd_bytes": 90, "host_bytes": 7}
     assert quick["machine"]["host_cores"] == 8
     assert machine_cache.slowest_report([quick, quick]) is quick
     assert machine_cache.slowest_report([quick, None]) is None and machine_cache.slowest_report([None]) is None
+
+
+def test_a_report_that_was_kept_while_amds_graphics_were_taken_for_none_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    machine_cache.keep_report({"kept": "before"}, tmp_path)
+    monkeypatch.delenv("DS_ACCELERATOR")
+    node = tmp_path / "kfd"
+    node.touch()
+    monkeypatch.setattr(machine_cache, "_GPU_NODES", (str(tmp_path / "nvidia0"), str(node)))
+    assert machine_cache.cached_report(tmp_path) == {"kept": "before"}
+    machine_cache.keep_report({"kept": "now"}, tmp_path)
+    assert machine_cache.cached_report(tmp_path) == {"kept": "now"}
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert machine_cache.cached_report(tmp_path) == {"kept": "before"}
 
 
 def test_folders_on_one_disk_count_it_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from ds_vertical.errors import GradientGoneError
 from ds_vertical.io import streams
 from ds_vertical.io.buffers import Reserve
+from ds_vertical.offload import grad_store
 from ds_vertical.offload.chunking import ALIGNMENT, Part, spread_parts
 from ds_vertical.offload.grad_store import GradientFile, HeldGradients, ReducedSums, aligned, beyond_host
 from ds_vertical.offload.state_files import Chunk
@@ -126,6 +128,47 @@ def test_a_reserve_prefers_the_very_size_and_makes_no_more_than_were_taken() -> 
     assert reserve.num_bytes == 4 * (26 + 7)
 
 
+def taken(reserve: Reserve, numels: list[int]) -> list[torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    reserve.take_all(numels, found.__setitem__)
+    return [found[index] for index in range(len(numels))]
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_an_interrupt_loses_none_of_a_units_memory(monkeypatch: pytest.MonkeyPatch, spare: bool) -> None:
+    """While it is taken: part of it is held by then, the rest is not."""
+    chunk = a_chunk(0.5)
+    held = HeldGradients([chunk], GradientFile(Path(), [], no_queue), False, page_locked=False)
+
+    def hold() -> None:
+        shares = list(torch.arange(float(chunk.numel)).split(list(chunk.sizes)))
+        held.hold(3, [0], ReducedSums(shares, None, lambda _: None), early=True, final=False)
+
+    if spare:
+        hold()
+        held.drop(3)
+    calls: list[int] = []
+
+    def cut_off(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    whole = grad_store._Held
+    monkeypatch.setattr(grad_store, "_Held", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        hold()
+    num_bytes = held.num_bytes
+    monkeypatch.setattr(grad_store, "_Held", whole)
+    held.abandon([])
+    hold()
+    assert held.num_bytes == num_bytes > 0  # nothing was made anew
+    held.drop(3)
+    held.close()
+    assert held.num_bytes == 0
+
+
 def test_what_a_reserve_lacks_is_made_in_one_piece() -> None:
     made: list[int] = []
 
@@ -137,14 +180,16 @@ def test_what_a_reserve_lacks_is_made_in_one_piece() -> None:
 
     reserve = Reserve(make)
     reserve.put_back(reserve.take(6))
-    tensors = reserve.take_all([10, 5, 20])
+    tensors = taken(reserve, [10, 5, 20])
     assert made == [6, 30] and [tensor.tolist() for tensor in tensors[::2]] == [[*range(10)], [*range(10, 30)]]
     assert tensors[1].numel() == 6 and reserve.num_bytes == 4 * 36
     for tensor in tensors:
         reserve.put_back(tensor)
+    handed: list[torch.Tensor] = []
     with pytest.raises(MemoryError):
-        reserve.take_all([20, 100])
-    again = reserve.take_all([20, 10, 6])  # nothing was taken by what failed
+        reserve.take_all([20, 100], lambda _, tensor: handed.append(tensor))
+    reserve.put_back(handed.pop())  # what was handed before is the holder's
+    again = taken(reserve, [20, 10, 6])
     assert made == [6, 30] and {tensor.data_ptr() for tensor in again} == {tensor.data_ptr() for tensor in tensors}
     reserve.clear()
     assert reserve.num_bytes == 4 * 36

@@ -119,6 +119,10 @@ def test_shards_latencies_casts_and_one_memory() -> None:
     scheduled = replace(launched, schedule_forward_s=0.5, schedule_backward_s=backward_s)  # the schedule's own code, on top
     assert seconds("0F0", scheduled) == pytest.approx({"compute": 2.0})
     assert seconds("0B0", scheduled) == pytest.approx({"compute": 4.5 + backward_s})
+    of_four = replace(SHAPE, blocks_per_layer=4)  # of each block; layer 2 has half of them
+    assert seconds("0F0", scheduled, of_four) == pytest.approx({"compute": 8.0})
+    assert seconds("2F0", scheduled, of_four) == pytest.approx({"compute": 4.0})
+    assert seconds("0B0", scheduled, of_four) == pytest.approx({"compute": 4 * (4.5 + backward_s)})
     assert seconds("0F0", scheduled.slowed(2.0)) == pytest.approx({"compute": 4.0})
     assert seconds("0F0", replace(scheduled, one_memory=True)) == pytest.approx({"compute": forward_s})
     assert seconds("0STEP", replace(MACHINE, cast_elements_per_s=200.0))["adam"] == pytest.approx(15.0)

@@ -72,7 +72,10 @@ def test_a_comparison_is_recorded_with_the_gpus_use_and_its_peak_over_the_budget
     (out / "ab" / "ab.json").write_text(json.dumps({"arms": arms, "speedup": 2.5}))
     (out / "ab" / "vertical.log").write_text("ds_vertical: device  parameters  1.0\nds_vertical: device  total        2.0\n")
     python.write_text(f'#!/bin/bash\nsleep 0.3; [[ $1 != benchmarks/gpu_record.py ]] || exec "{sys.executable}" "$@"\n')
-    head, rows = "timestamp, utilization.gpu [%], memory.used [MiB]", ("0, 0 %, 10 MiB", "1, 50 %, 300 MiB", "2, 1")
+    head, rows = (
+        "timestamp, utilization.gpu [%], memory.used [MiB]",
+        ("0, 0 %, 10 MiB", "1, 50 %, 300 MiB", "2, 70 %, [N/A]", "3, 80 %, "),
+    )
     watcher.write_text(
         f"#!/bin/bash\necho $$ >'{tmp_path}/pid'; printf '%s\\n' '{head}' {' '.join(map(repr, rows))}; exec sleep 99\n"
     )
