@@ -275,7 +275,7 @@ def noting_fetches(trainer: Any, fetched: list[Any]) -> Iterator[None]:
     """Each read of a layer in the block is written down."""
     store = trainer.model_wrapped.param_store
     fetch = store.fetch
-    with patch.object(store, "fetch", lambda unit: fetched.append(unit) or fetch(unit)):
+    with patch.object(store, "fetch", lambda unit, *further: fetched.append(unit) or fetch(unit, *further)):
         yield
 
 
