@@ -150,9 +150,13 @@ class deferred:  # noqa: N801 - used as a function
             _pid = os.getpid()
             _blocks.clear()
         self._before = len(_blocks)
-        if not _blocks:
-            _install()
-        _blocks.append((getcurrent(), self._firmly))
+        try:
+            if not _blocks:
+                _install()
+            _blocks.append((getcurrent(), self._firmly))
+        except BaseException:  # a second Ctrl-C does not wait
+            reset(self._before)
+            raise
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:

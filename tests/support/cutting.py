@@ -28,7 +28,7 @@ PACKAGE = str(Path(__import__("ds_vertical").__file__).parent)
 # what only shows or plans, and is no part of the engine, the stores or the queue
 _LEFT_OUT = ("cli/", "planner/", "io/host", "schedule/trace", "schedule/dependencies", "schedule/events", "compat/ops/cache")
 _ENTER = contextlib._GeneratorContextManager.__enter__.__code__
-_YIELD = dis.opmap["YIELD_VALUE"]
+_YIELD, _WITH = dis.opmap["YIELD_VALUE"], dis.opmap["BEFORE_WITH"]
 _INNER = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
 
 
@@ -52,6 +52,8 @@ def _site(frame: FrameType, event: str, arg: Any) -> Site | None:
     code = frame.f_code
     if event == "return" and code.co_flags & CO_GENERATOR and code.co_code[frame.f_lasti] == _YIELD:
         return None  # it has parked: no handler runs here, but where "entered" is, and ahead of the yield
+    if event == "return" and (caller := frame.f_back) is not None and caller.f_code.co_code[caller.f_lasti] == _WITH:
+        return None  # of a context manager's entry: no handler runs between it and the block
     entered = event == "c_return" and arg is next and frame.f_code is _ENTER
     if entered and frame.f_back is not None:
         frame, event = frame.f_back, "entered"
