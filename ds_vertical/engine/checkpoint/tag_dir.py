@@ -143,8 +143,15 @@ class TagFolder:
 
     def _made(self, folder: Path) -> int:
         """Make a folder beside the tags, marked as ours; its descriptor, which holds its lock. Raises OSError."""
-        folder.mkdir(mode=0o700)
-        fd = os.open(folder, remove_tree.FOLDER | os.O_NOFOLLOW)
+        try:
+            folder.mkdir(mode=0o700)
+            fd = os.open(folder, remove_tree.FOLDER | os.O_NOFOLLOW)
+        except FileExistsError:
+            raise
+        except BaseException:  # a second Ctrl-C: nobody could tell later that the folder is ours
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            raise
         try:
             os.fchmod(fd, 0o700)  # whatever the umask takes away
             _lock(fd)
