@@ -74,14 +74,18 @@ def test_hosts_have_their_own_and_the_machine_stays_as_it_was(tmp_path: Path) ->
     assert (interfaces(), os.uname().nodename, list(tmp_path.iterdir())) == (before, name, [])
 
 
+def rate_of_sending(hosts: TwoHosts, sender: str) -> float:
+    """A process on that host sends 25 MB to one on nodeB, by the address of the link; bytes a second."""
+    receiver = [str(hosts.bin / "ssh"), "nodeB", f"exec {sys.executable} -c '{RECEIVE}'"]
+    with subprocess.Popen(receiver, stdout=subprocess.PIPE, text=True) as listening:
+        assert listening.stdout is not None and listening.stdout.readline() == "listening\n"
+        hosts.run(sender, f"{sys.executable} -c '{SEND}' nodeB")
+        return float(listening.stdout.readline())
+
+
 def test_the_link_has_its_rate_and_counts(tmp_path: Path) -> None:
     with TwoHosts(tmp_path, RATE) as hosts:
-        receiver = [str(hosts.bin / "ssh"), "nodeB", f"exec {sys.executable} -c '{RECEIVE}'"]
-        with subprocess.Popen(receiver, stdout=subprocess.PIPE, text=True) as listening:
-            assert listening.stdout is not None and listening.stdout.readline() == "listening\n"
-            hosts.run("nodeA", f"{sys.executable} -c '{SEND}' nodeB")
-            rate = float(listening.stdout.readline())
-        assert rate == pytest.approx(500e6 / 8, rel=0.1)
+        assert rate_of_sending(hosts, "nodeA") == pytest.approx(500e6 / 8, rel=0.1)
         counted = hosts.inbound_bytes()
         assert counted["nodeB"] == pytest.approx(25_000_000, rel=0.01) and counted["nodeA"] < 500_000
         assert max(hosts.within_bytes().values()) < 500_000
@@ -90,10 +94,7 @@ def test_the_link_has_its_rate_and_counts(tmp_path: Path) -> None:
 def test_what_a_hosts_processes_send_each_other_is_counted_there_and_not_on_the_link(tmp_path: Path) -> None:
     """By the host's address on the link, as gloo's ranks do."""
     with TwoHosts(tmp_path, RATE) as hosts:
-        receiver = [str(hosts.bin / "ssh"), "nodeB", f"exec {sys.executable} -c '{RECEIVE}'"]
-        with subprocess.Popen(receiver, stdout=subprocess.PIPE, text=True) as listening:
-            assert listening.stdout is not None and listening.stdout.readline() == "listening\n"
-            hosts.run("nodeB", f"{sys.executable} -c '{SEND}' nodeB")
+        rate_of_sending(hosts, "nodeB")
         within = hosts.within_bytes()
         assert within["nodeB"] == pytest.approx(25_000_000, rel=0.01) and within["nodeA"] < 500_000
         assert max(hosts.inbound_bytes().values()) < 500_000
