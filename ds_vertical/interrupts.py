@@ -252,6 +252,8 @@ def _hear(number: int, frame: FrameType | None) -> None:
     again = first is not None and now - first >= AGAIN_S
     if not _blocks or _pid != os.getpid() or again or _does_no_harm(frame):
         _noted.pop(number, None)
+        if again:
+            reset(0)  # what the handler raises may cut the ends of the blocks: none may stay open for good
         _hand_on(number, frame)
     elif first is None:
         _noted[number] = now

@@ -27,7 +27,7 @@ from places import SUPPORT
 from ds_vertical.compat import zero_optimizer
 from ds_vertical.compat.ops.load import new_disk_queue
 from ds_vertical.engine.zero3.step_driver import StepPhase
-from ds_vertical.interrupts import Changed, LaidAside, deferred, num_open, num_shields, take_back
+from ds_vertical.interrupts import AGAIN_S, Changed, LaidAside, deferred, num_open, num_shields, take_back
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.offload.stepper import Stepper
@@ -375,3 +375,19 @@ def test_ctrl_c_at_random_times(tmp_path: Path, kind: str) -> None:
     print(kind, result)
     assert sum(result["seen"].values()) == count == result["right"], result
     assert not result["wrong"] and not result["torn"], result
+
+
+def test_a_second_signal_closes_all_blocks_in_which_signals_wait() -> None:
+    """What its handler raises may cut the end of the outermost one, and nobody else would close that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with deferred(firmly=True):
+            signal.raise_signal(signal.SIGINT)
+            assert num_shields() == 1
+            time.sleep(AGAIN_S)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            assert num_shields() == 0
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
