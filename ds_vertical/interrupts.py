@@ -15,7 +15,8 @@ goes, at any later time. Its undo must find nothing left to do then, or be run e
 before is called at the next `pause`, at the end of the outermost block, or at once where an exception does no harm: in the
 user's own forward (a coroutine of its own), which may take any time, and in a wait for transfers (`waiting`). Within
 `deferred(firmly=True)` it is not called at once there, either. A signal that comes again after a second (AGAIN_S) is handled at
-once: its sender wants the process back. The code that runs next puts in order, or refuses, what that has cut.
+once, and closes all blocks: its sender wants the process back, and what the handler raises may cut the blocks' ends. The code
+that runs next puts in order, or refuses, what that has cut.
 
 [Note: descriptors] Between `os.open` and the statement that closes its number a handler may raise, and nobody has the number
 then: it stays open until the process ends. So handlers wait while a number has no owner yet, or is being closed. One gap is

@@ -17,8 +17,8 @@ rank. So a gather is issued at events of the schedule alone. In the forward, tha
 then still busy with what the host issued before. In the backward, it is ahead of the reduction of the unit before. An example:
 the gather of layer 2, then the reduction of layer 3, then the backward of layer 2. The gather is under way in the backward of
 layer 3, and the reduction in that of layer 2. The other way round the backward of layer 2 would wait for both. The host waits
-for the shards of layer 2 ahead of the reduction, and not behind it. Where more layers are read
-ahead the gather of layer 1 waits in the queue meanwhile: the host issues it ahead of the reduction of layer 2.
+for the shards of layer 2 ahead of the reduction, and not behind it. Where two layers are read ahead, that of layer 1 waits
+in the queue meanwhile: the host issues it ahead of the reduction of layer 2.
 """
 
 from __future__ import annotations

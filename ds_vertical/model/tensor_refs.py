@@ -62,8 +62,8 @@ _OWN = _measured()  # references that such a call adds
 _TRANSPARENT = (tuple, list, dict, CellType, FunctionType)  # they hold, and who holds them is asked in turn
 _MOST_ROUNDS: Final = 16  # of the search for holders
 _aliases: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}  # by storage, by tensor: alive ones that were noted
-_FEW: Final = 64  # storages without an alive one: from here on they are looked for, each time that _aliases has doubled
-_look_at = _FEW
+_FEW: Final = 64  # storages in _aliases; up to here those whose tensors are all gone may stay there
+_next_sweep = _FEW  # storages in _aliases at which those whose tensors are all gone are dropped
 
 
 def note_alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,12 +77,12 @@ def note_alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _drop_empty() -> None:
-    global _look_at
-    if len(_aliases) >= _look_at:
+    global _next_sweep
+    if len(_aliases) >= _next_sweep:
         for key, noted in list(_aliases.items()):
             if not noted:
                 del _aliases[key]
-        _look_at = max(_FEW, 2 * len(_aliases))
+        _next_sweep = max(_FEW, 2 * len(_aliases))
 
 
 def key_of(storage: torch.UntypedStorage) -> int:
