@@ -6,6 +6,7 @@ import gc
 import os
 from dataclasses import astuple, dataclass
 from functools import partial
+from operator import gt
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ MAX_GROWTH = 8 * MIB  # of the resident set between the warm-up and the end; a g
 
 @dataclass(frozen=True)
 class Held:
-    """What the process and its run's folder hold; all but `resident` must not change at all."""
+    """What the process and its run's folder hold. A thread of another test may still end in between: none may grow."""
 
     descriptors: int
     threads: int
@@ -77,7 +78,7 @@ def watch(
                 if saved is not None:
                     engine.save_checkpoint(str(saved), tag="one")
     assert len(seen) == 1 + (num_steps - warm_up) // every
-    assert all(astuple(held) == astuple(seen[0]) for held in seen), seen
+    assert not [held for held in seen if any(map(gt, astuple(held), astuple(seen[0])))], seen
     assert seen[0].num_files > 6 and seen[0].locked_kib > 0
     settled = resident[len(resident) // 3 :]  # before that the allocators still take memory that they keep
     assert settled[-1] - settled[0] < most, resident
