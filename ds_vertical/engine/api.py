@@ -327,6 +327,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, begun: l
     assert section is not None
     refuse_unfilled(config)
     warnings = check(config, section)
+    elastic = _start_ranks(resolved, config)
     model = kwargs["model"]
     if not isinstance(model, nn.Module):
         raise ConfigError(f"initialize(model=...): got {type(model).__name__}; vertical_schedule needs a torch.nn.Module")
@@ -338,9 +339,6 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, begun: l
     refuse_late_fp32(model, config)
     if isinstance(kwargs["model_parameters"], Iterator):
         kwargs["model_parameters"] = list(kwargs["model_parameters"])
-    if accelerator.is_one_memory():
-        keep_cores_for_this_thread()
-    elastic = _start_ranks(resolved, config)
     groups = groups_of(model, kwargs["model_parameters"], kwargs["optimizer"])
     forecast_of = partial(Forecast, layers, groups, config)
     room = host_room(model.parameters(), resolved.host_memory_bytes)
@@ -390,6 +388,8 @@ def _budget_of(forecast: Forecast, host_bytes: int, left: int, planner: KeepPlan
 def _start_ranks(resolved: RunSettings, config: DeepSpeedJson) -> ElasticCounts | None:
     """How many micro-batches each rank brings; None: all bring as many. Raises ConfigError where the section asks for what
     these ranks cannot do."""
+    if accelerator.is_one_memory():
+        keep_cores_for_this_thread()  # ahead of the first collective
     ranks.start_distributed()
     refuse_levels(resolved)
     refuse_acco(resolved, config)
