@@ -158,6 +158,7 @@ def test_a_lost_hosts_files_are_named(pair: Pair, saved: str) -> None:
         assert "host nodeB (rank 1) lacks one/rank1/ds_vertical.json, saved on host nodeB" in said
 
 
+@pytest.mark.slow
 def test_different_saves_under_one_tag_are_refused(pair: Pair, saved: str) -> None:
     second = own_folders(pair)[1]
     shutil.copytree(second / "one", second / "kept")

@@ -327,8 +327,12 @@ print(sums_in_fp32(dtype), peak - before > 4 * made.numel() + made.nbytes // 2)
 """
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("most", ["", "AVX2"], ids=["all instructions", "few"])
+@pytest.mark.parametrize(
+    "most", [pytest.param("", id="all instructions"), pytest.param("AVX2", id="few", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(each, marks=pytest.mark.slow) for each in ("float16", "float32"))]
+)
 def test_a_kernels_copy_is_counted_where_it_takes_memory(dtype: str, most: str) -> None:
     """oneDNN takes no instructions beyond `ONEDNN_MAX_CPU_ISA`; what AVX2 lacks for bf16 and fp16 is summed in fp32."""
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": most} if most else dict(os.environ)
@@ -527,6 +531,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
 def test_more_is_kept_at_the_heaps_end_than_a_piece_may_have() -> None:
     def faults(behind: int, *mib: int) -> int:

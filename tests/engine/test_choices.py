@@ -366,6 +366,7 @@ def test_standing_copies_that_few_units_have_are_warned_of(
         assert not found or found[0].endswith(f"; write {advice}")
 
 
+@pytest.mark.slow
 def test_what_host_memory_does_not_hold_waits_on_ssd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -159,6 +159,7 @@ def test_bits_are_stocks(tmp_path: Path, dtype: str) -> None:
         assert found["steps"] >= 2 and bool(found["skipped"]) is (dtype == "fp16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "late", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_gradients_of_a_busy_device_are_whole_for_another_thread(tmp_path: Path, device: str) -> None:
     """In a process whose accelerator is the device: its driver locks the memory that they wait in."""

@@ -167,7 +167,11 @@ def lies_in_the_heap(num_bytes: int) -> bool:
 
 @alone
 @needs_glibc
-@pytest.mark.parametrize("environment", [{}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=33554432"}], ids=["", "users"])
+@pytest.mark.parametrize(
+    "environment",
+    [{}, pytest.param({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=33554432"}, marks=pytest.mark.slow)],
+    ids=["", "users"],
+)
 def test_only_an_engine_or_an_error_of_initialize_ends_what_prepare_has_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], heap: None
 ) -> None:
@@ -206,12 +210,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_an_engine_keeps_what_is_freed_at_the_heaps_top_from_its_first_step_on() -> None:
     done = subprocess.run([sys.executable, "-c", TOP], capture_output=True, text=True, check=True, timeout=200)
     assert int(done.stdout.split()[-1]) < 600  # of 15360 pages
 
 
+@pytest.mark.slow
 @alone
 @needs_glibc
 def test_no_large_block_lies_in_the_heap_while_the_model_is_built(tmp_path: Path, heap: None) -> None:

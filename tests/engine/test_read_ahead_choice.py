@@ -168,6 +168,7 @@ def test_activations_take_the_memory_of_state_that_is_read_ahead(tmp_path: Path)
         assert step(11) == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_growth")
 def test_longer_micro_batches_find_the_memory_that_the_budget_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the turn of a step that brings more than all before, its activations and the slots of the step before fit."""

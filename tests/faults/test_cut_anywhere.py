@@ -459,6 +459,7 @@ def test_an_interrupt_while_a_step_is_handed_over(tmp_path: Path) -> None:
     assert not trials.wrong, "\n".join(trials.wrong)
 
 
+@pytest.mark.slow
 def test_an_interrupt_where_nobody_is_told_of_it(tmp_path: Path) -> None:
     """What was torn behind the last call that could say so is said by the next one, as what it is."""
     with trials_of(tmp_path, "early") as trials:

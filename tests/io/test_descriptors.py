@@ -71,7 +71,14 @@ def descriptors() -> list[str]:
     return sorted(os.readlink(path) for path in found if os.path.lexists(path))  # the listing's own is gone
 
 
-@pytest.mark.parametrize("action", [look_into, hold_a_new_folder, preallocate, read_the_lock, checksum_the_lock])
+@pytest.mark.parametrize(
+    "action",
+    [
+        look_into,
+        hold_a_new_folder,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (preallocate, read_the_lock, checksum_the_lock)),
+    ],
+)
 def test_ctrl_c_at_any_boundary_leaves_no_descriptor_open(run: RunFolder, action: Callable[[RunFolder], None]) -> None:
     action(run)
     with recorded() as found:

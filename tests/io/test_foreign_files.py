@@ -154,10 +154,9 @@ def acted_at(number: int, place: Place, prepare: str, neighbour: str) -> bool:
     ("prepare", "neighbour"),
     [
         ("dead", "link_run"),
-        ("own", "replace_run"),
+        pytest.param("own", "replace_run", marks=slow),
         ("grown", "link_rank"),
-        ("aside", "link_rank"),
-        ("parts", "link_home"),
+        pytest.param("parts", "link_home", marks=slow),
         ("parts", "replace_home"),
         *(
             pytest.param(prepare, neighbour, marks=slow)

@@ -184,6 +184,7 @@ def test_a_failed_write_is_a_disk_error_and_the_next_step_is_right(tmp_path: Pat
     assert losses == expected.losses
 
 
+@pytest.mark.slow
 def test_a_file_that_was_cut_off_is_a_disk_error(tmp_path: Path) -> None:
     batches = token_batches(2, 3, rows=1, shortest=5)
     with running(config_in(tmp_path, 3, {"activations": SSD}), MIXER, vertical=True) as (engine, _):
@@ -203,6 +204,7 @@ def test_a_file_that_was_cut_off_is_a_disk_error(tmp_path: Path) -> None:
 # ---- who holds a tensor
 
 
+@pytest.mark.slow
 def test_a_tensor_in_a_list_of_anybodys_is_not_private() -> None:
     elsewhere: dict[str, Any] = {}
 
@@ -218,6 +220,7 @@ def test_a_tensor_in_a_list_of_anybodys_is_not_private() -> None:
         assert Privacy().is_private(tensors, None, 0, []) is (keep is None), keep
 
 
+@pytest.mark.slow
 def test_a_tensor_far_inside_containers_of_the_forwards_is_taken_for_held_by_others() -> None:
     """The search follows so many holders in a row; then the tensor stays where it is."""
     for depth in (1, _MOST_ROUNDS - 1, _MOST_ROUNDS, _MOST_ROUNDS + 1):

@@ -139,7 +139,7 @@ def config_in(folder: Path, **section: Any) -> dict[str, Any]:
 HALVES = {"device": "ssd", "share": 0.5, "host_share": 0.5}
 
 
-@pytest.mark.parametrize("given", [{"device": "host"}, HALVES], ids=["host", "both"])
+@pytest.mark.parametrize("given", [pytest.param({"device": "host"}, marks=pytest.mark.slow), HALVES], ids=["host", "both"])
 def test_the_same_bits_from_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     batches = token_batches(3, 4, rows=1, shortest=5)
     expected = run_arm(config_in(tmp_path), MIXER, batches, vertical=True)
@@ -158,6 +158,7 @@ def test_the_same_bits_from_host_memory(tmp_path: Path, monkeypatch: pytest.Monk
     assert most >= 4  # at least two layers' inputs of two micro-batches
 
 
+@pytest.mark.slow
 def test_too_many_micro_batches_for_the_budget_are_refused_in_the_first_step_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

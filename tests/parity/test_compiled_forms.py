@@ -95,14 +95,14 @@ def test_several_lengths_a_step_agree_to_rounding(tmp_path: Path) -> None:
 # ---- state
 
 
-FAST = (Counters,)
 CASES = [
     *(Counters, NotedCounters, ResetCounter, Ranges, OwnGenerators, PythonDepth, TorchDepth, CodeBooks),
     *(FilledStatistics, PlainMask, PlainStatistics, KeysInAContext, SharedUserDict),
 ]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_compiled_blocks_that_keep_state_have_stocks_bits(tmp_path: Path, case: type[Base]) -> None:
     """Micro-batches of three lengths, two steps: what a compiled block writes into modules and objects is its micro-batch's."""
     assert_identical(*both(stateful_config(tmp_path), partial(compiled, case, backend="aot_eager"), batches(2)))

@@ -395,6 +395,7 @@ def test_a_value_in_memory_that_somebody_changes_is_read_again(tmp_path: Path, s
 # ---- parts that are not compressed
 
 
+@pytest.mark.slow
 def test_masters_with_many_exceptions_stay_whole_until_they_have_few(tmp_path: Path) -> None:
     """Numbers with few bits, such as those of fp16, are ties once in eight."""
 

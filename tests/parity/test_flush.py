@@ -247,9 +247,9 @@ def name_of(route: Any) -> str:
 
 
 def cases(routes: list[Route], fast: list[Route]) -> list[Any]:
-    """Every route in every regime; where slow tests are left out, every one where half is early, the `fast` ones elsewhere."""
+    """Every route in every regime; where slow tests are left out, the `fast` ones where half is early."""
     everything = [(regime, route) for regime in REGIMES for route in routes]
-    slow = [regime != EARLY and route not in fast for regime, route in everything]
+    slow = [regime != EARLY or route not in fast for regime, route in everything]
     return [
         pytest.param(*case, marks=[pytest.mark.slow] * late, id=f"{name_of(case[1])}, {case[0]}")
         for case, late in zip(everything, slow, strict=True)

@@ -79,7 +79,7 @@ def test_sums_that_leave_one_by_one_have_stocks_bits(
     assert len(made) == 1 and made[0].num_bytes == 0
 
 
-@pytest.mark.parametrize("keeps_freed", [True, False])
+@pytest.mark.parametrize("keeps_freed", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_where_freed_memory_goes_back_the_last_layers_gradients_do_not_wait_and_bits_are_stocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_freed: bool
 ) -> None:
@@ -101,7 +101,7 @@ def test_where_freed_memory_goes_back_the_last_layers_gradients_do_not_wait_and_
     assert waited == ({0, 1, 2} if keeps_freed else {0, 1})
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp32"])
 def test_gradients_of_ends_that_are_larger_than_layers_have_stocks_bits_where_freed_memory_goes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:

@@ -1163,7 +1163,8 @@ def test_horizontal_runs_as_stock_does(tmp_path: Path, case: type[Base]) -> None
     assert_same(stock, outcome(case, tmp_path / "ours", nothing, vertical=True, order="horizontal"))
 
 
-@pytest.mark.parametrize("self_check", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("self_check", [False, True])
 def test_a_lone_micro_batch_runs_as_stock_does(tmp_path: Path, self_check: bool) -> None:
     """What the end of a forward changes is what the next one begins with, and no recompute of this one."""
     runs = []

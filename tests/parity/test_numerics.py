@@ -180,13 +180,14 @@ def odd_model(dtype: str) -> nn.Module:
     return MixerModel(3, *((727, 731) if dtype == "bf16" else (511, 517)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "sub_group_size"),
     [
         ("fp32", 300_001),
         ("fp32", 600_001),
         ("bf16", 300_001),
-        pytest.param("bf16", 600_001, marks=pytest.mark.slow),
+        ("bf16", 600_001),
     ],
 )
 def test_odd_sizes_in_several_stock_sub_groups(tmp_path: Path, dtype: str, sub_group_size: int) -> None:

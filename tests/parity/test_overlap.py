@@ -255,6 +255,7 @@ def test_random_settings_in_memory(tmp_path: Path) -> None:
     assert len(check(IN_MEMORY, 4, tmp_path)) == 4
 
 
+@pytest.mark.slow
 def test_random_settings_on_a_slow_disk(tmp_path: Path) -> None:
     assert len(check(ON_SSD, 3, tmp_path)) == 3
 

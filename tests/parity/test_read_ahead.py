@@ -169,6 +169,7 @@ def test_state_is_read_before_the_norm_as_far_as_there_is_room(
 # ---- what was read in vain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [ALL, NONE])
 def test_a_step_that_fails_in_its_backward_leaves_nothing_of_what_it_read(tmp_path: Path, asked: int | None) -> None:
     """And the step that is taken again has its bits."""

@@ -57,6 +57,7 @@ def test_bits_are_stocks_whether_or_not_it_comes_true(tmp_path: Path, clip: floa
         assert {hit for _, hit in seen} == {True, False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [2, None])
 def test_the_hit_rate_is_printed_with_the_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int | None) -> None:
     config = base_config(tmp_path, dtype="fp32", clip=1e3, section={"optimizer_speculation": True}, steps_per_print=2)

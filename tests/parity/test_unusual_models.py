@@ -61,6 +61,7 @@ class Counting(WithBlocks):
     block = CountingBlock
 
 
+@pytest.mark.slow
 def test_statistics_of_blocks_move_once_per_micro_batch(tmp_path: Path) -> None:
     buffers: list[dict[str, torch.Tensor]] = []
 
@@ -86,6 +87,7 @@ def test_parameters_that_the_optimizer_does_not_have(tmp_path: Path) -> None:
     assert "head.weight" not in vertical.grads[0]
 
 
+@pytest.mark.slow
 def test_batch_encodings_of_hugging_face(tmp_path: Path) -> None:
     encoded = [[BatchEncoding(dict(batch)) for batch in step] for step in STEPS]
     losses = []
@@ -207,7 +209,9 @@ class WithStored(WithBlocks):
         return loss + sum((each**2).mean() + each.tanh().mean() for each in seen)
 
 
-@pytest.mark.parametrize("block", [Halves, Appending, HandsOn, Storing, Descending])
+@pytest.mark.parametrize(
+    "block", [*(pytest.param(each, marks=pytest.mark.slow) for each in (Halves, Appending, HandsOn)), Storing, Descending]
+)
 def test_a_blocks_modules_hand_on_what_stocks_nodes_make_of_it(tmp_path: Path, block: type[nn.Module]) -> None:
     """Code can see the nodes at the ends of modules in the forward, whoever takes the graph: all of these bits hang on them."""
     build = WithStored if block is Storing else type("Model", (WithBlocks,), {"block": block})
@@ -369,6 +373,7 @@ def test_float64_is_refused_before_zero_init_writes_the_model(tmp_path: Path, fl
     ds_vertical.prepare(config_in(tmp_path, section={"enabled": False}))  # the stock arm's is stock's
 
 
+@pytest.mark.slow
 def test_float64_as_the_default_after_initialize_changes_no_bit(tmp_path: Path, float64: Callable[[], None]) -> None:
     weights = []
     for switch in (lambda: None, float64):

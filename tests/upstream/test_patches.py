@@ -175,6 +175,7 @@ def by_case(run: Finished, case: str) -> list[dict[str, Any]]:
     return [one for one in objects_of(run, "case") if one["case"] == case]
 
 
+@pytest.mark.slow
 def test_stock_reports_cut_writes_as_done_and_aborts_on_a_truncated_file(tmp_path: Path) -> None:
     run = run_script("stock_aio.py", tmp_path)
     for case in ("short", "full"):

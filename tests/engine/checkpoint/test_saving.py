@@ -139,6 +139,7 @@ def captured(engine: Any, model: Any) -> tuple[dict[str, torch.Tensor], dict[str
     return contents(engine, model), counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", ["cpu", "none"])
 def test_checkpoints_in_host_memory(tmp_path: Path, params: str) -> None:
     config = base_config(tmp_path, dtype="fp32", params=params, optimizer="cpu", section={"seed": 1})

@@ -40,7 +40,7 @@ def window(engine: Any, step: Callable[..., Any], batches: list[Any]) -> list[An
     return engine.train_window([partial(step, engine, batch, index) for index, batch in enumerate(batches)], batches)
 
 
-@pytest.mark.parametrize("step", [micro_step, by_accelerate])
+@pytest.mark.parametrize("step", [micro_step, pytest.param(by_accelerate, marks=pytest.mark.slow)])
 def test_a_window_has_the_bits_of_train_batch(tmp_path: Path, step: Callable[..., float]) -> None:
     steps = token_batches(3, NUM, rows=1)
     seen = []

@@ -149,8 +149,8 @@ def test_a_run_goes_on_from_a_checkpoint_of_stocks(tmp_path: Path, kind: str) ->
         ({"save_strategy": "steps"}, True, True),
         pytest.param({"save_strategy": "epoch", "save_on_each_node": True}, False, True, marks=pytest.mark.slow),
         ({"save_strategy": "no"}, False, False),
-        ({"save_strategy": "steps", "save_only_model": True}, False, True),
-        ({"save_strategy": "steps", "save_only_model": True}, True, False),
+        pytest.param({"save_strategy": "steps", "save_only_model": True}, False, True, marks=pytest.mark.slow),
+        pytest.param({"save_strategy": "steps", "save_only_model": True}, True, False, marks=pytest.mark.slow),
     ],
 )
 def test_the_first_step_looks_at_the_folder_of_checkpoints(
@@ -179,7 +179,11 @@ def test_the_first_step_looks_at_the_folder_of_checkpoints(
 
 @pytest.mark.parametrize(
     ("kind", "save_only_model", "is_on_one_host"),
-    [("full", True, False), ("lora", False, False), pytest.param("lora", False, True, marks=pytest.mark.slow)],
+    [
+        pytest.param("full", True, False, marks=pytest.mark.slow),
+        ("lora", False, False),
+        pytest.param("lora", False, True, marks=pytest.mark.slow),
+    ],
 )
 def test_the_first_step_refuses_a_folder_on_each_host_where_weights_are_gathered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, save_only_model: bool, is_on_one_host: bool

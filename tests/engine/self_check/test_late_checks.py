@@ -159,6 +159,7 @@ def rename(model: Any, number: int) -> None:
 STOPS = re.compile(r"self_check: 8 checks of (.*) have agreed, .*; blocks\.0\.note_\d+ has begun now")
 
 
+@pytest.mark.slow
 def test_state_with_a_new_name_in_each_step_is_not_checked_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ends = []
     for wanted in (None, False):
@@ -174,6 +175,7 @@ def test_state_with_a_new_name_in_each_step_is_not_checked_for_ever(tmp_path: Pa
     assert ends[0][0] == ends[1][0] and not differing(ends[0][1], ends[1][1])
 
 
+@pytest.mark.slow
 def test_nor_in_each_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(config_in(tmp_path, section={"self_check": None}), Renaming, vertical=True) as (engine, model):
         engine.train_batch(iter(batches(1)[0]))
@@ -244,6 +246,7 @@ def losses_of(folder: Path, vertical: bool, **section: Any) -> list[float]:
         return losses
 
 
+@pytest.mark.slow
 def test_it_is_right_in_stocks_order(tmp_path: Path) -> None:
     assert losses_of(tmp_path, False) == losses_of(tmp_path, True, order="horizontal", self_check=True)
 

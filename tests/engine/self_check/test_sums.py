@@ -143,7 +143,7 @@ class Faint(Base):
 IN_FP16 = ({"communication_data_type": "fp16"}, {"data_types": {"grad_accum_dtype": "fp16"}})
 
 
-@pytest.mark.parametrize("top", IN_FP16, ids=str)
+@pytest.mark.parametrize("top", [pytest.param(IN_FP16[0], marks=pytest.mark.slow), IN_FP16[1]], ids=str)
 def test_it_agrees_with_sums_next_to_0_in_fp16(tmp_path: Path, capsys: pytest.CaptureFixture[str], top: dict[str, Any]) -> None:
     with running(config_in(tmp_path, section={"self_check": True}, **top), Faint, vertical=True) as (engine, _):
         engine.train_batch(iter(batches(1)[0]))
