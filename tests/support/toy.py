@@ -127,7 +127,7 @@ class MemoryOptimizer:
     def __init__(self, params: MemoryParams, early: bool = False) -> None:
         self.params = params
         self.grads: dict[int, torch.Tensor] = {}
-        self.num_norms = 0
+        self.num_norms = self.num_norms_before = 0
         self.due: list[Unit] = []
         self.ahead: dict[Unit, Ticket] = {}
         self._first_delayed = 1 if early else 0
@@ -143,6 +143,14 @@ class MemoryOptimizer:
 
     def reducing(self, unit: Unit) -> None:
         """There is one rank."""
+
+    leave = reducing
+
+    def left(self) -> None:
+        """There is one rank."""
+
+    def open_left(self) -> None:
+        self.num_norms_before += 1
 
     def hold_unit(self, unit: Unit) -> None:
         """Nothing waits on SSD."""

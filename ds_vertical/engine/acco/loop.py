@@ -33,6 +33,7 @@ from ds_vertical.interrupts import Changed, deferred
 from ds_vertical.model.micro_batch import Body
 from ds_vertical.offload.param_store import StandingCopies
 from ds_vertical.schedule.events import Cell, Unit
+from ds_vertical.schedule.halves import layers_left
 from ds_vertical.schedule.passes import TrainingStep
 from ds_vertical.schedule.trace import Tracer
 
@@ -48,6 +49,15 @@ class TwoWeights:
     tentative: TentativeStep
 
 
+@dataclass(frozen=True)
+class Half:
+    """What is asked of a half's schedule: see `TrainingStep`."""
+
+    made: frozenset[Unit] = frozenset()
+    leaves: bool = False
+    left: float | None = None
+
+
 class HalvesLoop(VerticalLoop):
     """`num_left`: gradients that have not moved the learning rate yet, see [Note: gradients counted]."""
 
@@ -57,7 +67,7 @@ class HalvesLoop(VerticalLoop):
         super().__init__(parts, check, tracer, progress)
         self.num_left = 0
         self._weights_of = weights
-        self._made: frozenset[Unit] = frozenset()  # in the half under way: units of which values for the next half are made
+        self._half = Half()  # under way
         self._standing: frozenset[Unit] = frozenset()  # units whose copy stood as it began
         self._before = self._concluded = -1  # steps decided as the step began; as gradients were counted last
         optimizer = parts.optimizer
@@ -80,21 +90,31 @@ class HalvesLoop(VerticalLoop):
         self._refuse_single()
         scale, parts, weights, count = scale_of(self.shares.mean_over), self._parts, self._weights_of, len(bodies) // 2
         self._before = parts.optimizer.driver.num_decided
-        self._first.share = self._share_of_first(count)
+        self._second.share_of_first = self._share_of_first(count)
         units = frozenset(parts.layers.outside.around(range(parts.layers.num_layers)))
         is_predicted = all(ranks.all_gathered(weights.prediction.is_there))
         if not is_predicted:  # then this half computes with what the last step has made
             with parts.optimizer.live.agreed("train_batch"):
                 parts.optimizer.flush()
             weights.copies.drop_predicted()
-        made: frozenset[Unit] = units if is_predicted else frozenset()
-        losses = self._run_half(bodies[:count], scale, self._first, is_predicted, made)
-        made = units if weights.tentative.is_due else frozenset()
-        return losses + self._run_half(bodies[count:], scale, self._second, False, made)
+        first, second = Half(units if is_predicted else frozenset(), leaves=True), Half(units, left=self._layers_left())
+        losses = self._run_half(bodies[:count], scale, self._first, is_predicted, first)
+        return losses + self._run_half(bodies[count:], scale, self._second, False, second)
+
+    def _layers_left(self) -> float:
+        """How much the first half leaves: see `schedule.halves.layers_left`. On all ranks alike."""
+        parts, optimizer = self._parts, self._parts.optimizer
+
+        def numel(unit: Unit) -> float:
+            return sum(map(zero_params.full_numel, optimizer.in_chunk_order(unit)))
+
+        layers = list(map(numel, range(parts.layers.num_layers)))
+        return layers_left(parts.outside_of(self._calls.number), layers, numel)
 
     def _run_half(
-        self, bodies: Sequence[Body], scale: LossScale, optimizer: Optimizer, is_predicted: bool, made: frozenset[Unit]
+        self, bodies: Sequence[Body], scale: LossScale, optimizer: Optimizer, is_predicted: bool, half: Half
     ) -> list[torch.Tensor]:
+        """`is_predicted`: it computes with the predicted weights."""
         copies = self._weights_of.copies
         standing = self._parts.params.copies
         assert isinstance(standing, StandingCopies)  # of `copies`
@@ -103,13 +123,13 @@ class HalvesLoop(VerticalLoop):
             copies.reads_predicted = predicted
 
         with Changed(lambda: read(False), lambda: read(is_predicted)):
-            self._made, self._standing = made, standing.standing()
+            self._half, self._standing = half, standing.standing()
             return self.run_pass(bodies, scale, optimizer)
 
     def training_step(self, num_micro_batches: int, moved: tuple[int, ...], kept: tuple[Cell, ...]) -> TrainingStep:  # override
         """That of a half."""
         step = super().training_step(num_micro_batches, moved, kept)
-        own = {"halves": True, "made": self._made, "standing": self._standing, "copy_share": 1.0}
+        own = {"halves": True, **vars(self._half), "standing": self._standing, "copy_share": 1.0}
         return replace(step, **own, due=frozenset(), ahead=False)
 
     def conclude(self) -> None:  # override
