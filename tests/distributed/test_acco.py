@@ -379,9 +379,9 @@ def test_a_loop_of_the_three_calls_is_refused(two: Groups) -> None:
 
 
 def test_the_first_halfs_last_gradients_travel_while_the_second_half_computes(two: Groups) -> None:
-    """They are held back until a layer of the second half has been computed: where the first half waited for them, nothing
-    would let them through. They change no bit."""
-    assert_beside(two["other"], two["beside"])
+    """They are held back until the second half comes to NORM@-1, behind the first layer's forwards: where the first half waited
+    for them, nothing would let them through. They change no bit."""
+    assert_beside(two["other"], two["beside"], EVEN)
     steps = read_trace(two.folder / "trace of beside" / "rank0.jsonl")
     assert len(steps) == len(EVEN)
     for step in steps:
@@ -392,11 +392,12 @@ def test_the_first_halfs_last_gradients_travel_while_the_second_half_computes(tw
         assert not any(wait.name.startswith("reduce pre") and wait.by == "end" for wait in step.waits)
 
 
-def assert_beside(plain: Found, found: Found) -> None:
+def assert_beside(plain: Found, found: Found, counts: list[list[int]]) -> None:
     """All reductions came through the gate, which was closed ahead of the first half's last one, and they changed nothing."""
-    for rank, own in zip(plain, found, strict=True):
-        num_steps, num_units = len(own["losses"]), 4
-        assert own["opened"] == ["0F1"] * num_steps and own["late"] == 0
+    num_steps, num_units = len(counts), 4
+    for number, (rank, own) in enumerate(zip(plain, found, strict=True)):
+        seconds = [step[number] - step[number] // 2 for step in counts]
+        assert own["opened"] == [f"0F{count - 1}" for count in seconds] and own["late"] == 0
         assert own["passed"] >= 2 * num_units * num_steps
         assert all(own[key] == rank[key] for key in ("losses", "norms", "rates"))
         assert not differing(rank["weights"] | rank["state"], own["weights"] | own["state"])
@@ -485,7 +486,7 @@ def test_with_copies_of_a_node_the_first_halfs_last_gradients_cross_the_link_whi
     four: dict[str, Found],
 ) -> None:
     """By the trace, in which each hop of a reduction over levels stands."""
-    assert_beside(four["node"], four["beside node"])
+    assert_beside(four["node"], four["beside node"], FOUR)
     for step in four["steps"][0]["steps"]:
         starts = {name: sorted(span.start for span in step.spans if span.name == name) for name in ("preF0", "0F0", "NORM@-1")}
         hops = [span for span in step.spans if span.resource == "net_cross" and span.end > starts["0F0"][1]]

@@ -367,18 +367,24 @@ def ahead_of(owner: Any, name: str, act: Callable[..., None]) -> Iterator[None]:
 
 
 def beside(job: Job, folder: Path, rank: int) -> dict[str, Any]:
-    """The steps, where in each the first half's last gradients are held back until the second half has computed a forward of
-    the first layer, and is about to compute its last one ahead of NORM@-1."""
+    """The steps, where in each the first half's last gradients are held back until the second half comes to NORM@-1. `opened`:
+    the last forward that each step has begun by then."""
+    from ds_vertical.engine.acco.halves import SecondHalf
     from ds_vertical.engine.handlers import _Training
 
     opened: list[str] = []
+    last = ""
 
-    def let_through(_: Any, event: Any) -> None:
-        if gate.is_closed and str(event) == "0F1":
-            opened.append(str(event))
-            gate.open()
+    def note(_: Any, event: Any) -> None:
+        nonlocal last
+        last = str(event)
 
-    with Gate().installed() as gate, ahead_of(_Training, "forward", let_through):
+    def let_through(_: Any) -> None:
+        opened.append(last)
+        gate.open()
+
+    notes, opens = ahead_of(_Training, "forward", note), ahead_of(SecondHalf, "left", let_through)
+    with Gate().installed() as gate, notes, opens:
         gate.watched = True
         found = train(job, folder, rank)
     return found | {"opened": opened, "passed": gate.passed, "late": gate.late}
