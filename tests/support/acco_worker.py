@@ -346,7 +346,7 @@ class Gate:
             torch.distributed.reduce_scatter_tensor = scattered
 
     def _hold(self) -> None:
-        self.late += not self._is_open.wait(30)
+        self.late += not self._is_open.wait(0 if self.late else 30)
         self.passed += 1
 
 
