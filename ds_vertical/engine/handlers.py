@@ -377,7 +377,7 @@ class _Training(_WithBackward):
                 Op.HEAD: self.head,
                 Op.B: self.backward,
                 Op.REDUCE: self.reduce,
-                Op.CROSS: lambda event: (self.optimizer.leave if event.ahead else self.optimizer.reducing)(_unit(event)),
+                Op.CROSS: lambda event: self.optimizer.reducing(_unit(event), event.ahead),
                 Op.HOLD: self.hold,
                 Op.NORM: self.norm,
                 Op.STEP: self.step,

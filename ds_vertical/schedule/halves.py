@@ -12,9 +12,9 @@ behind the forwards of some layers. Its MAKEs follow. Its own NORM, which decide
 
 [Note: where NORM@-1 stands] In a backward the gradients of a layer have the time of the next layer's backward: where they take
 longer, the next REDUCE waits for them. What is left gets as much time behind the end of its half, by its size: for each layer's
-worth the forwards of BACKWARD layers. So the second half waits for it only where the link is so slow that the backwards have
-waited, too. There are two limits. NORM@-1 stands no later than so that each MAKE has a visit of its own, and the last SPREAD
-stands ahead of the last visit. And it stands behind one visit at least, where there are several.
+worth the forwards that a backward takes at least (FORWARDS_IN_A_BACKWARD). So the second half waits for it only where the link
+is so slow that the backwards have waited, too. There are two limits. NORM@-1 stands no later than so that each MAKE has a visit
+of its own, and the last SPREAD stands ahead of the last visit. And it stands behind one visit at least, where there are several.
 
 The engine says which values they are (`engine.acco`). The schedule does not.
 """
@@ -30,7 +30,7 @@ from typing import Final
 from ds_vertical.schedule.events import MAX_STEPS, Event, Op, Outside, Schedule
 from ds_vertical.types import PRE, SUF, Unit
 
-BACKWARD: Final = 2  # forwards that take as long as a backward which computes no forward again
+FORWARDS_IN_A_BACKWARD: Final = 2  # forwards that take as long as a backward which computes no forward again
 
 
 def place_leaving(events: Sequence[Event], outside: Outside) -> tuple[Event, ...]:
@@ -57,7 +57,7 @@ def layers_left(outside: Outside, layers: Sequence[float], size_of: Callable[[Un
 def visit_of_norm(left: float, num_visits: int, num_units: int) -> int:
     """The visit of a layer, from 0 on, ahead of which NORM@-1 stands. `left`: see `layers_left`. See
     [Note: where NORM@-1 stands]."""
-    wanted, latest = math.ceil(BACKWARD * left), num_visits - num_units - MAX_STEPS
+    wanted, latest = math.ceil(FORWARDS_IN_A_BACKWARD * left), num_visits - num_units - MAX_STEPS
     return min(max(1, min(wanted, latest)), num_visits - 1)
 
 

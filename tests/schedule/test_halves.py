@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.dependencies import dependencies, validate
 from ds_vertical.schedule.events import MAX_STEPS, Event, Op, Outside, Schedule, parse_events
-from ds_vertical.schedule.halves import BACKWARD, layers_left, units_left, visit_of_norm
+from ds_vertical.schedule.halves import FORWARDS_IN_A_BACKWARD, layers_left, units_left, visit_of_norm
 from ds_vertical.schedule.passes import TrainingStep, build_training
 from ds_vertical.types import Unit
 
@@ -115,7 +115,7 @@ def test_the_second_half_decides_behind_some_forwards_and_ahead_of_what_it_makes
 def test_the_norm_stands_as_late_as_the_gradients_that_are_left_need_it() -> None:
     """Of 12 layers: 23 visits, 13 units."""
     places = [visit_of_norm(left, 23, 13) for left in (0.1, 0.5, 1.0, 1.2, 2.0, 4.0, 99.0)]
-    assert places == [1, 1, 2, 3, 4, 8, 8] and BACKWARD == 2
+    assert places == [1, 1, 2, 3, 4, 8, 8] and FORWARDS_IN_A_BACKWARD == 2
     assert [visit_of_norm(2.0, 2 * layers - 1, layers + 1) for layers in (1, 2, 3, 5, 6, 7, 8)] == [0, 1, 1, 1, 2, 3, 4]
     sizes = {"pre": 30.0, "suf": 20.0, 0: 10.0, 1: 10.0, 2: 40.0}
     assert layers_left(ONE, [10.0, 10.0, 40.0], sizes.__getitem__) == pytest.approx(2.0)

@@ -409,7 +409,7 @@ def broken(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         gate.open()
 
     places: dict[str, tuple[Any, str, Callable[..., None]]] = {
-        "left": (halves._Half, "leave", fail),
+        "left": (halves._Half, "reducing", fail),
         "between": (loop.HalvesLoop, "_run_half", fail),
         "forward": (_Training, "forward", fail),
         "waiting": (halves.SecondHalf, "left", fail),

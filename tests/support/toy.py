@@ -141,10 +141,8 @@ class MemoryOptimizer:
         self.grads |= {id(p): total.view(p.shape).clone() for p, total in zip(trained, sums, strict=True)}
         return False
 
-    def reducing(self, unit: Unit) -> None:
+    def reducing(self, unit: Unit, leaves: bool = False) -> None:
         """There is one rank."""
-
-    leave = reducing
 
     def left(self) -> None:
         """There is one rank."""

@@ -38,13 +38,9 @@ class _Half:
         self._driver.sink = self._sink
         return self._driver.reduce_unit(unit, sums, flat, give_back)
 
-    def reducing(self, unit: Unit) -> Ticket | None:
+    def reducing(self, unit: Unit, leaves: bool = False) -> Ticket | None:
         """See `UnitReductions`."""
-        return self._driver.reducing(unit)
-
-    def leave(self, unit: Unit) -> Ticket | None:
-        """See `UnitReductions`."""
-        return self._driver.leave(unit)
+        return self._driver.reducing(unit, leaves)
 
     def left(self) -> Ticket | None:
         """See `UnitReductions`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NoReturn
+from typing import Final, Literal, NoReturn
 
 import torch
 
@@ -32,7 +32,7 @@ from ds_vertical.errors import LoopError
 from ds_vertical.interrupts import Changed, deferred
 from ds_vertical.model.micro_batch import Body
 from ds_vertical.offload.param_store import StandingCopies
-from ds_vertical.schedule.events import Cell, Unit
+from ds_vertical.schedule.events import Cell, Outside, Unit
 from ds_vertical.schedule.halves import layers_left
 from ds_vertical.schedule.passes import TrainingStep
 from ds_vertical.schedule.trace import Tracer
@@ -51,11 +51,11 @@ class TwoWeights:
 
 @dataclass(frozen=True)
 class Half:
-    """What is asked of a half's schedule: see `TrainingStep`."""
+    """What is asked of a half's schedule. `made`: the units of which values for the next half are made. `place`: in a step of
+    two halves, of which the first one leaves gradients to the second; None: it is the whole step."""
 
     made: frozenset[Unit] = frozenset()
-    leaves: bool = False
-    left: float | None = None
+    place: Literal["first", "second"] | None = None
 
 
 class HalvesLoop(VerticalLoop):
@@ -97,19 +97,9 @@ class HalvesLoop(VerticalLoop):
             with parts.optimizer.live.agreed("train_batch"):
                 parts.optimizer.flush()
             weights.copies.drop_predicted()
-        first, second = Half(units if is_predicted else frozenset(), leaves=True), Half(units, left=self._layers_left())
+        first = Half(units if is_predicted else frozenset(), "first")
         losses = self._run_half(bodies[:count], scale, self._first, is_predicted, first)
-        return losses + self._run_half(bodies[count:], scale, self._second, False, second)
-
-    def _layers_left(self) -> float:
-        """How much the first half leaves: see `schedule.halves.layers_left`. On all ranks alike."""
-        parts, optimizer = self._parts, self._parts.optimizer
-
-        def numel(unit: Unit) -> float:
-            return sum(map(zero_params.full_numel, optimizer.in_chunk_order(unit)))
-
-        layers = list(map(numel, range(parts.layers.num_layers)))
-        return layers_left(parts.outside_of(self._calls.number), layers, numel)
+        return losses + self._run_half(bodies[count:], scale, self._second, False, Half(units, "second"))
 
     def _run_half(
         self, bodies: Sequence[Body], scale: LossScale, optimizer: Optimizer, is_predicted: bool, half: Half
@@ -128,9 +118,18 @@ class HalvesLoop(VerticalLoop):
 
     def training_step(self, num_micro_batches: int, moved: tuple[int, ...], kept: tuple[Cell, ...]) -> TrainingStep:  # override
         """That of a half."""
-        step = super().training_step(num_micro_batches, moved, kept)
-        own = {"halves": True, **vars(self._half), "standing": self._standing, "copy_share": 1.0}
-        return replace(step, **own, due=frozenset(), ahead=False)
+        step, half = super().training_step(num_micro_batches, moved, kept), self._half
+        own = {"halves": True, "made": half.made, "standing": self._standing, "copy_share": 1.0}
+        left = self._layers_left(step.outside) if half.place == "second" else None
+        return replace(step, **own, leaves=half.place == "first", left=left, due=frozenset(), ahead=False)
+
+    def _layers_left(self, outside: Outside) -> float:
+        """How much the first half has left: see `schedule.halves.layers_left`. On all ranks alike."""
+
+        def numel(unit: Unit) -> float:
+            return sum(map(zero_params.full_numel, self._parts.optimizer.in_chunk_order(unit)))
+
+        return layers_left(outside, list(map(numel, range(self._parts.layers.num_layers))), numel)
 
     def conclude(self) -> None:  # override
         """The step is over: what its second half has predicted is for the next one, if it counts."""

@@ -63,11 +63,9 @@ class Optimizer(Protocol):
         """Average a unit's sums over the ranks and hold this rank's share. Returns whether `flat` is held now."""
         ...
 
-    def reducing(self, unit: Unit) -> Ticket | None:
-        """Once after `reduce_unit`: what waits for the other ranks' part of it; None where there is none."""
-
-    def leave(self, unit: Unit) -> Ticket | None:
-        """As `reducing`, of a unit whose reduction the next schedule waits for: see `left`."""
+    def reducing(self, unit: Unit, leaves: bool = False) -> Ticket | None:
+        """Once after `reduce_unit`: what waits for the other ranks' part of it; None where there is none. `leaves`: the next
+        schedule waits for it, see `left`."""
 
     def left(self) -> Ticket | None:
         """What waits for the reductions that the schedule before has left; None where it has left none."""

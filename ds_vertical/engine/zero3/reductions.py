@@ -88,14 +88,11 @@ class UnitReductions:
         self._under_way[unit] = Ticket(f"reduce {unit}", finish)
         return False
 
-    def reducing(self, unit: Unit) -> Ticket | None:
-        """The ticket that waits for the unit's reduction; None with one rank. To be asked for once after `reduce_unit`."""
-        return self._under_way.pop(unit, None)
-
-    def leave(self, unit: Unit) -> Ticket | None:
-        """As `reducing`; the ticket of `left` waits for it, too. See [Note: reductions left]."""
-        ticket = self.reducing(unit)
-        if ticket is not None:
+    def reducing(self, unit: Unit, leaves: bool = False) -> Ticket | None:
+        """The ticket that waits for the unit's reduction; None with one rank. To be asked for once after `reduce_unit`.
+        `leaves`: the ticket of `left` waits for it, too, see [Note: reductions left]."""
+        ticket = self._under_way.pop(unit, None)
+        if leaves and ticket is not None:
             self._left[unit] = ticket
         return ticket
 
