@@ -13,8 +13,9 @@ behind the forwards of some layers. Its MAKEs follow. Its own NORM, which decide
 [Note: where NORM@-1 stands] In a backward the gradients of a layer have the time of the next layer's backward: where they take
 longer, the next REDUCE waits for them. What is left gets as much time behind the end of its half, by its size: for each layer's
 worth the forwards that a backward takes at least (FORWARDS_IN_A_BACKWARD). So the second half waits for it only where the link
-is so slow that the backwards have waited, too. There are two limits. NORM@-1 stands no later than so that each MAKE has a visit
-of its own, and the last SPREAD stands ahead of the last visit. And it stands behind one visit at least, if there are several.
+is so slow that the backwards have waited, too, apart from two limits. NORM@-1 stands no later than so that each MAKE has a
+visit of its own, and the last SPREAD stands ahead of the last visit: with few layers, or large embeddings, the second half may
+wait. And NORM@-1 stands behind one visit at least, if there are several.
 
 The engine says which values they are (`engine.acco`). The schedule does not.
 """

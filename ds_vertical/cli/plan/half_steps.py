@@ -105,7 +105,8 @@ def _two_halves(exact: Candidate, copies: Copies, network: Network) -> TwoHalves
     terms = replace(exact.case.terms, num_micro_batches=count, held_share=1.0)
     case = replace(exact.case, shape=shape, terms=terms, delay=1.0, early=False, menu=None, setup_bytes=0.0)
     halved = HalvedStep(choice, case, 0.0, ())
-    return TwoHalves(copies, halved.estimate_s, _short(halved, network, sharing))
+    # no estimate from few layers: where NORM@-1 stands changes with their number
+    return TwoHalves(copies, halved.step_s, _short(halved, network, sharing))
 
 
 def _in_memory(placement: Placement) -> Placement:

@@ -103,6 +103,14 @@ def test_a_link_without_limits_leaves_the_computation() -> None:
     assert found.step_s == pytest.approx(given.estimate_s, rel=0.01)
 
 
+def test_many_layers_are_simulated_whole() -> None:
+    """What the second half hides of the first one's last gradients does not grow with the layers: no line goes through it."""
+    given = exact(8e3)
+    shape = replace(given.shape, pre_elements=10 * _NUMEL, layer_elements=(_NUMEL,) * 24)
+    found = two_halves(replace(given, case=replace(given.case, shape=shape)))
+    assert found is not None and found.step_s > 24 * 8 * 0.4, "all layers compute for so long"
+
+
 def test_ranks_of_one_host_have_a_copy_each() -> None:
     found = two_halves(exact(1e6, num_nodes=1))
     assert found is not None and found.copies == "rank"
