@@ -22,7 +22,7 @@ from ds_vertical.compat import zero_params
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.acco import steps
 from ds_vertical.engine.acco.halves import SecondHalf
-from ds_vertical.engine.acco.loop import HalvesLoop
+from ds_vertical.engine.acco.loop import Half, HalvesLoop
 from ds_vertical.engine.handlers import LossScale
 from ds_vertical.engine.zero3.reductions import ShareSink
 from ds_vertical.io.ticket import Ticket
@@ -58,7 +58,7 @@ class DelayedLoop(HalvesLoop):
                 parts.optimizer.flush()
             weights.copies.drop_predicted()
         whole = _Whole(parts.optimizer.driver, weights.tentative, parts.optimizer.gradients)
-        return self._run_half(bodies, scale, whole, stale, units if stale else frozenset())
+        return self._run_half(bodies, scale, whole, stale, Half(units if stale else frozenset()))
 
     def conclude_prediction(self, counts: bool) -> None:  # override
         """A step that counts is due, and not taken: the weights are those with which the next step computes."""

@@ -6,6 +6,9 @@ together whether the pass counts: a step at its NORM, an evaluation at its end, 
 that fails before goes through the schedule once more, takes part in those that it has not begun, with values that nobody will
 use, and raises its error where the others raise that there was one. That takes no longer than the rest of the pass.
 
+Of a step with two halves the first half is decided at its end, since it has no NORM. In the second half the ranks ask each
+other at NORM@-1, and again at NORM. A rank that fails between the two goes from where it was to NORM.
+
 Behind its NORM a rank may fail, too: its disk refuses what the optimizer's step writes. So the ranks ask each other once more
 at the end of the pass. Else the others would return from a step that this rank raised from. The only collectives there are
 those that make copies for the next step; the rank takes part in these in the same way.
@@ -92,14 +95,18 @@ class CollectiveReplay:
         self._only_gathers = only_gathers
         self._before = self._counts()
         self._decided = False  # no gather, reduction or vote is left, or the ranks are about to decide
+        self._num_before = 0  # of NORM@-1, behind which there are more of them
         self._leaves = False  # all ranks have voted to leave the pass
         self._over = False  # the ranks leave the pass together, or all raise
 
     @contextlib.contextmanager
-    def deciding(self) -> Iterator[None]:
-        """Within the block all ranks raise, or none does. What one rank does behind it, `conclude` asks about."""
+    def deciding(self, norm: Event) -> Iterator[None]:
+        """Within the block all ranks raise, or none does. What one rank does behind it, `conclude` asks about; behind NORM@-1,
+        the schedule's own NORM."""
         self._decided = self._over = True
         yield
+        self._num_before += norm.step_offset < 0
+        self._decided = norm.step_offset == 0
         self._over = False
 
     def leave(self) -> None:
@@ -151,6 +158,7 @@ class CollectiveReplay:
     def _go(self, schedule: Schedule, overlap: bool) -> None:
         done = self._counts()
         done.subtract(self._before)
+        done["norms before"] = self._num_before
         rest = _Rest(self._others, done, self._only_gathers, self._leaves, schedule)
         try:
             Executor(rest.handlers(), overlap=overlap).run(schedule)
@@ -209,11 +217,16 @@ class _Rest:
             return
         is_last = self._done["votes"] == 1
         if (self._leaves and is_last) if self._is_done("votes") else self._others.vote():
-            while self._fetched:  # the others issue what they have fetched before they leave
-                self._gather(self._fetched[-1][0])
-            self.reach()
+            self._end()  # the others issue what they have fetched before they leave
 
-    def reach(self, _: Event | None = None) -> None:
+    def reach(self, norm: Event) -> None:
+        """The ranks decide here, unless this one was there when they did. What they have fetched they have issued."""
+        if not norm.step_offset or not self._is_done("norms before"):
+            self._end()
+
+    def _end(self) -> None:
+        while self._fetched:
+            self._gather(self._fetched[-1][0])
         raise _ReachedEndError
 
     def _is_done(self, kind: str) -> bool:

@@ -190,7 +190,7 @@ class ScheduleRunner:
         beside = {op: gathers.beside(handler) for op, handler in handlers.items()}
         before: dict[Op, Handler] = {}
         if optimizer is not None:
-            before[Op.NORM] = lambda _: optimizer.early_writes()
+            before[Op.NORM] = lambda event: optimizer.left() if event.step_offset else optimizer.early_writes()
             before[Op.REDUCE] = lambda event: gathers.lead(following.get(event))
         executor = Executor(beside, before=before, overlap=self.overlap, held_bytes=held, counters=memory_bytes, tracer=tracer)
         try:
@@ -377,7 +377,7 @@ class _Training(_WithBackward):
                 Op.HEAD: self.head,
                 Op.B: self.backward,
                 Op.REDUCE: self.reduce,
-                Op.CROSS: lambda event: self.optimizer.reducing(_unit(event)),
+                Op.CROSS: lambda event: self.optimizer.reducing(_unit(event), event.ahead),
                 Op.HOLD: self.hold,
                 Op.NORM: self.norm,
                 Op.STEP: self.step,
@@ -446,10 +446,11 @@ class _Training(_WithBackward):
     def hold(self, event: Event) -> Ticket | None:
         return self.optimizer.hold_unit(_unit(event))
 
-    def norm(self, _: Event) -> None:
+    def norm(self, event: Event) -> None:
         self.gradients.free()
-        with contextlib.nullcontext() if self.replay is None else self.replay.deciding():
-            self.optimizer.open_step()
+        self.params.gathers.issue_all()  # of what is fetched ahead of NORM@-1: all ranks have begun it, whatever they decide
+        with contextlib.nullcontext() if self.replay is None else self.replay.deciding(event):
+            (self.optimizer.open_left if event.step_offset else self.optimizer.open_step)()
 
     def step(self, event: Event) -> Ticket | None:
         optimizer = self.optimizer

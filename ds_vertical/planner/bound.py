@@ -90,7 +90,7 @@ def _told(schedule: Schedule) -> dict[int, int]:
     places = {event: index for index, event in enumerate(schedule.events)}
     told = {places[step]: places[by] for by, step in schedule.coming.items()}
     if schedule.teller_of_rest is not None:
-        norm = next(index for index, event in enumerate(schedule.events) if event.op is Op.NORM)
+        norm = schedule.events.index(Event(Op.NORM))
         teller = places[schedule.teller_of_rest]
         told |= {index: teller for event, index in places.items() if event.op is Op.STEP and index > norm}
     return told

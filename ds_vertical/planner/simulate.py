@@ -20,14 +20,15 @@ NORM (`events.teller_of_rest`), those that are left to the next schedule, too.
 
 [Note: boundary] dependencies() covers one schedule. Between consecutive ones: what an earlier step left (`@-1`) needs that
 step's NORM, and what it did to the same unit; the first FETCH of a unit needs its steps and its RELEASE, and of a step
-issued ahead of it (`STEP.d0`) the values only: what is written is needed by the FETCH after that.
+issued ahead of it (`STEP.d0`) the values only: what is written is needed by the FETCH after that. NORM@-1 needs the gradients
+that the schedule before has left. A step of several schedules is made one by `joined`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import truediv
 from typing import Final
@@ -133,11 +134,22 @@ def simulate(
     return simulation.run()
 
 
+def joined(first: tuple[Schedule, Needs], second: tuple[Schedule, Needs]) -> tuple[Schedule, Needs]:
+    """A step of two schedules, one behind the other, as `simulate` takes one: its events, and what they need. It is no schedule
+    that runs: events of both are there twice."""
+    (schedule, own), (then, of_then) = first, second
+    count = len(schedule.events)
+    needs = [set(each) for each in own] + [{count + index for index in each} for each in of_then]
+    for earlier, later in _boundary(schedule.events, then.events):
+        needs[count + later].add(earlier)
+    return replace(then, events=schedule.events + then.events), [sorted(each) for each in needs]
+
+
 def _edges(events: Sequence[Event], needs: Needs, steps: int) -> Iterator[tuple[int, int]]:
     count = len(events)
     own = [(j, index) for index, earlier in enumerate(needs) for j in earlier]
     own += _written_before_fetch(events)
-    boundary = list(_boundary(events)) if steps > 1 else []
+    boundary = list(_boundary(events, events)) if steps > 1 else []
     for step in range(steps):
         first = step * count
         yield from ((first + j, first + i) for j, i in own)
@@ -145,22 +157,24 @@ def _edges(events: Sequence[Event], needs: Needs, steps: int) -> Iterator[tuple[
             yield from ((first - count + j, first + i) for j, i in boundary)
 
 
-def _boundary(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
+def _boundary(before: Sequence[Event], events: Sequence[Event]) -> Iterator[tuple[int, int]]:
     """[Note: boundary]: pairs (event of the step before, event of this step)."""
     left: dict[Unit | None, list[int]] = {}
-    for index, event in enumerate(events):
+    for index, event in enumerate(before):
         if event.op in OPTIMIZER_OPS or event.op in (Op.RELEASE, Op.REDUCE) or event.ahead:
             left.setdefault(event.layer, []).append(index)
-    norms = [index for index, event in enumerate(events) if event.op is Op.NORM]
+    norms = [index for index, event in enumerate(before) if event.op is Op.NORM]
     fetched: set[Unit | None] = set()
     for index, event in enumerate(events):
-        if event.step_offset < 0:
+        if event.op is Op.NORM and event.step_offset < 0:
+            yield from ((j, index) for j, other in enumerate(before) if other.op is Op.CROSS and other.ahead)
+        elif event.step_offset < 0:
             yield from ((j, index) for j in {*norms, *left.get(event.layer, ()), *left.get(None, ())})
         elif event.op is Op.FETCH and event.layer not in fetched:
             fetched.add(event.layer)
-            yield from ((j, index) for j in left.get(event.layer, ()))
+            yield from ((j, index) for j in left.get(event.layer, ()) if before[j].op not in (Op.REDUCE, Op.CROSS))
         elif event.op is Op.FETCH and not event.ahead:
-            yield from ((j, index) for j in left.get(event.layer, ()) if events[j].op is Op.STEP and events[j].ahead)
+            yield from ((j, index) for j in left.get(event.layer, ()) if before[j].op is Op.STEP and before[j].ahead)
 
 
 def _written_before_fetch(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
@@ -184,7 +198,7 @@ def _tellers(schedule: Schedule, steps: int, beyond_norm: bool) -> dict[int, int
     told = {first + places[step]: first + places[by] for first in firsts for by, step in coming}
     if beyond_norm and schedule.teller_of_rest is not None:
         teller = places[schedule.teller_of_rest]
-        norm = next(index for index, event in enumerate(events) if event.op is Op.NORM)
+        norm = events.index(Event(Op.NORM))
         rest = [index for event, index in places.items() if event.op is Op.STEP and index > norm]
         left = [count + index for event, index in places.items() if event.op is Op.STEP and event.step_offset < 0]
         pairs = ((first + index, first + teller) for first in firsts for index in (*rest, *left))

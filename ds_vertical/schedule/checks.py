@@ -1,8 +1,11 @@
-"""Checks of a whole schedule, besides what each event waits for: the window, what is read ahead, the order of gradient sums."""
+"""Checks of a whole schedule, besides what each event waits for: the window, what is read ahead, the order of gradient sums,
+the units outside the layers."""
 
 from __future__ import annotations
 
-from ds_vertical.schedule.events import DELAYED, Event, Op, Schedule, error_at
+from collections.abc import Sequence
+
+from ds_vertical.schedule.events import DELAYED, Event, Op, Outside, Schedule, error_at
 from ds_vertical.types import PRE, SUF, Unit
 
 
@@ -56,3 +59,28 @@ def check_sums(schedule: Schedule) -> None:
             if event != wanted:
                 told = f"order {schedule.order}{' with snake' if schedule.snake else ''}"
                 raise error_at(schedule.events, index, f"adds to a gradient sum where {told} wants {wanted}")
+
+
+def outside_of(events: Sequence[Event]) -> Outside:
+    """The units outside the layers, as the events move them: PRE is apart where it is fetched again, SUF where the first prefix
+    does without it."""
+    fetched = [event.layer for event in events if event.op is Op.FETCH and not event.ahead]
+    ahead_of_prefix: set[Unit | None] = set()
+    for event in events:
+        if event.op is Op.F:
+            break
+        ahead_of_prefix |= {event.layer} if event.op is Op.FETCH else set()
+    has_suf = SUF in fetched
+    apart: tuple[Unit, ...] = (
+        *((PRE,) if fetched.count(PRE) > 1 else ()),
+        *((SUF,) if has_suf and SUF not in ahead_of_prefix else ()),
+    )
+    return Outside(has_suf, apart)
+
+
+def check_outside(schedule: Schedule) -> None:
+    """The executor reads off the events what the header says of the units outside the layers."""
+    if (found := outside_of(schedule.events)) != schedule.outside:
+        told, shown = (outside.to_text() or " nothing" for outside in (schedule.outside, found))
+        said = f"the header says of units outside the layers:{told}; the events:{shown}; write in the header what the events do"
+        raise error_at(schedule.events, 0, said)

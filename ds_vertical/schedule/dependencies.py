@@ -16,7 +16,7 @@ from typing import Final
 
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.activations import DROPS, Moves, find_fault, is_work
-from ds_vertical.schedule.checks import check_ahead, check_sums, check_window
+from ds_vertical.schedule.checks import check_ahead, check_outside, check_sums, check_window, outside_of
 from ds_vertical.schedule.events import (
     DELAYED,
     EARLY,
@@ -30,6 +30,7 @@ from ds_vertical.schedule.events import (
     error_at,
     part_of,
 )
+from ds_vertical.schedule.halves import left_by, own_events
 from ds_vertical.schedule.levels import check_levels, refuse_spread
 from ds_vertical.types import PRE, SUF, Unit
 
@@ -59,9 +60,11 @@ class _Walk:
         self.ahead: dict[Unit | None, int] = {}
         self.spread: dict[Unit | None, int] = {}
         self.made: dict[Unit | None, int] = {}
+        self.decided: list[int] = []
         self.under_way: list[int] = []
         self.holds: list[int] = []
         self.reduces: list[int] = []
+        self.left: dict[Unit | None, int] = {}
         self.kept_saves: list[int] = []
         self.moves = Moves()
 
@@ -98,9 +101,10 @@ class _Walk:
         return [] if before is None else [before]
 
     def make(self, unit: Unit | None) -> list[int]:
-        """As `take_turn`, of values for the next schedule: this one computes with others (`halves`)."""
+        """As `take_turn`, of values for the next schedule: this one computes with others (`halves`). Where it decides what
+        they are made of, behind that."""
         self.made[unit] = self.index
-        return self.take_turn()
+        return [*self.decided, *self.take_turn()]
 
     def concluded(self) -> list[int]:
         """The COMMIT that must be over before anything uses what early steps made or left."""
@@ -130,7 +134,8 @@ class _Walk:
         if is_work(event):
             self.moves.begin_work()
         needs = tuple(sorted(set(rule(self, event))))
-        self.done[event.op, event.layer, event.micro_batch] = index
+        if not event.step_offset:  # else it is another step's
+            self.done[event.op, event.layer, event.micro_batch] = index
         if event.op is Op.F:
             self.forwards[event.layer, event.micro_batch, event.call] = index
         return needs
@@ -264,9 +269,8 @@ def _reduce(walk: _Walk, event: Event) -> list[int]:
     sums = [walk.need(Op.B, each, m) for each in last for m in walk.micro_batches]
     if unit in walk.outside.added_by_head:
         sums += [walk.need(Op.HEAD, SUF, m) for m in walk.micro_batches]
-    before = walk.reduces[-1:]
     walk.reduces.append(walk.index)
-    return [*sums, *before]
+    return [*sums, *walk.reduces[-2:-1]]
 
 
 def _cross(walk: _Walk, event: Event) -> list[int]:
@@ -274,6 +278,15 @@ def _cross(walk: _Walk, event: Event) -> list[int]:
     reduced = walk.need(Op.REDUCE, event.layer)
     walk.done[Op.REDUCE, event.layer, None] = walk.index
     walk.reduces[-1] = walk.index
+    return [reduced]
+
+
+def _cross_ahead(walk: _Walk, event: Event) -> list[int]:
+    """The next schedule waits for the unit's gradients. Nothing of this one may, and the reductions behind it do not."""
+    reduced = walk.need(Op.REDUCE, event.layer)
+    walk.left[event.layer] = walk.index
+    walk.reduces.remove(reduced)
+    del walk.done[Op.REDUCE, event.layer, None]
     return [reduced]
 
 
@@ -286,8 +299,19 @@ def _hold(walk: _Walk, event: Event) -> list[int]:
 
 def _norm(walk: _Walk, event: Event) -> list[int]:
     """A step is decided once what it has made is where it waits: a transfer that fails then fails the step as a whole."""
+    for unit, index in walk.left.items():
+        raise ScheduleError(f"event {index} leaves the gradients of {unit} to the next schedule: leave NORM to that one")
     units = walk.outside.around(range(walk.num_layers))
     return [*(walk.need(Op.REDUCE, unit) for unit in units), *walk.holds, *walk.early]
+
+
+def _norm_before(walk: _Walk, event: Event) -> list[int]:
+    """Of gradients that the schedule before has reduced or left: whoever issues the event waits for those. Their norms are
+    taken before any of this schedule's."""
+    if before := [*walk.reduces, *walk.left.values(), *walk.made.values()]:
+        raise ScheduleError(f"event {min(before)} stands before it: write it ahead of each REDUCE and MAKE")
+    walk.decided.append(walk.index)
+    return []
 
 
 def _step(walk: _Walk, event: Event) -> list[int]:
@@ -369,8 +393,9 @@ _RULES_BY_PART: Final[dict[tuple[str | None, int], dict[Op, Callable[[_Walk, Eve
     (None, 0): _RULES,
     (EARLY, 0): {Op.STEP: _early_step},
     (DELAYED, -1): {Op.STEP: _delayed_step},
+    (None, -1): {Op.NORM: _norm_before},
     (DELAYED, 0): {Op.HOLD: _hold, Op.STEP: _step_ahead},
-    (None, 1): {Op.FETCH: _fetch_ahead, Op.SPREAD: _spread_ahead},
+    (None, 1): {Op.FETCH: _fetch_ahead, Op.SPREAD: _spread_ahead, Op.CROSS: _cross_ahead},
 }
 
 
@@ -381,26 +406,8 @@ def dependencies(events: Sequence[Event]) -> tuple[tuple[int, ...], ...]:
     """
     layers = (event.layer for event in events if isinstance(event.layer, int))
     micro_batches = (event.micro_batch for event in events if event.micro_batch is not None)
-    calls = (event.call for event in events)
-    shape = 1 + max(layers, default=-1), 1 + max(micro_batches, default=-1), 1 + max(calls, default=0)
-    return _dependencies(events, _Walk(*shape, _outside_of(events)))
-
-
-def _outside_of(events: Sequence[Event]) -> Outside:
-    """The units outside the layers, as the events move them: PRE is apart where it is fetched again, SUF where the first prefix
-    does without it."""
-    fetched = [event.layer for event in events if event.op is Op.FETCH and not event.ahead]
-    ahead_of_prefix: set[Unit | None] = set()
-    for event in events:
-        if event.op is Op.F:
-            break
-        ahead_of_prefix |= {event.layer} if event.op is Op.FETCH else set()
-    has_suf = SUF in fetched
-    apart: tuple[Unit, ...] = (
-        *((PRE,) if fetched.count(PRE) > 1 else ()),
-        *((SUF,) if has_suf and SUF not in ahead_of_prefix else ()),
-    )
-    return Outside(has_suf, apart)
+    shape = 1 + max(layers, default=-1), 1 + max(micro_batches, default=-1), 1 + max((e.call for e in events), default=0)
+    return _dependencies(events, _Walk(*shape, outside_of(events)))
 
 
 def _dependencies(events: Sequence[Event], walk: _Walk) -> tuple[tuple[int, ...], ...]:
@@ -443,8 +450,9 @@ def _once(schedule: Schedule) -> list[Event]:
         return events + [Event(Op.F, SUF, m) for m in micro_batches]
     events += [Event(Op.HEAD, SUF, m) for m in micro_batches]
     events += [Event(Op.B, unit, m) for unit in run for m in micro_batches]
-    events += [Event(Op.NORM), *(Event(Op.REDUCE, unit) for unit in units)]
-    events += [] if schedule.copied is None else [Event(Op.CROSS, unit) for unit in units]
+    left = left_by(schedule)
+    events += [*([] if left else [Event(Op.NORM)]), *(Event(Op.REDUCE, unit) for unit in units)]
+    events += [Event(Op.CROSS, unit, step_offset=int(unit in left)) for unit in units if schedule.copied is not None]
     if schedule.early:
         events += [Event(Op.COMMIT), *(Event(Op.STEP, unit, part=EARLY) for unit in units)]
     return events if schedule.delayed else [*events, *(Event(Op.STEP, unit) for unit in units)]
@@ -460,7 +468,7 @@ def _check_once(schedule: Schedule) -> None:
         allowed |= {e for u in units for e in (Event(Op.STEP, u, None, DELAYED, -1), Event(Op.FETCH, u, step_offset=1))}
         allowed |= {Event(Op.SPREAD, u, step_offset=1) for u in schedule.copied or () if schedule.standing is not None}
         allowed |= {Event(Op.STEP, u, part=DELAYED) for u in units if schedule.delayed}
-        allowed |= {Event(Op.MAKE, u) for u in units if schedule.delayed and schedule.standing is not None}
+        allowed |= own_events(schedule)
         allowed |= {Event(Op.HOLD, u, part=part) for u in units for part in (None, DELAYED)}
         allowed |= {Event(op, *cell) for op in _KEPT_MOVES for cell in schedule.kept}
     seen: Counter[Event] = Counter()
@@ -473,7 +481,7 @@ def _check_once(schedule: Schedule) -> None:
         once = event.op not in _REPEATED or event.ahead
         if (once and seen[event] > 1) or (event.layer in (PRE, SUF) and seen[event] > most):
             raise error_at(schedule.events, index, f"stands here {_TOO_OFTEN[1 if once else most]}")
-    _check_outside(schedule)
+    check_outside(schedule)
 
 
 def _is_move(schedule: Schedule, event: Event) -> bool:
@@ -482,14 +490,6 @@ def _is_move(schedule: Schedule, event: Event) -> bool:
         return False
     has_unit = event.layer == PRE or (isinstance(event.layer, int) and event.layer < schedule.num_layers)
     return has_unit and event.micro_batch < schedule.num_micro_batches
-
-
-def _check_outside(schedule: Schedule) -> None:
-    """The executor reads off the events what the header says of the units outside the layers."""
-    if (found := _outside_of(schedule.events)) != schedule.outside:
-        told, shown = (outside.to_text() or " nothing" for outside in (schedule.outside, found))
-        said = f"the header says of units outside the layers:{told}; the events:{shown}; write in the header what the events do"
-        raise error_at(schedule.events, 0, said)
 
 
 def _check_complete(schedule: Schedule) -> None:

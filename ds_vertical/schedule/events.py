@@ -76,8 +76,8 @@ _PER_PART: Final = frozenset((Op.HOLD, Op.STEP, Op.COMMIT))
 _OPTIMIZER: Final = _PER_PART | {Op.NORM, Op.MAKE}
 # Op -> the sign of the step offsets it may have, and their name; the others take none.
 _OFFSETS: Final[dict[Op, tuple[int, str]]] = {
-    **dict.fromkeys(_PER_PART, (-1, "a step offset <= 0")),
-    **dict.fromkeys((Op.FETCH, Op.SPREAD), (1, "a step offset >= 0")),
+    **dict.fromkeys((*_PER_PART, Op.NORM), (-1, "a step offset <= 0")),
+    **dict.fromkeys((Op.FETCH, Op.SPREAD, Op.CROSS), (1, "a step offset >= 0")),
 }
 _ASIDE: Final = _MOVES | {Op.RELEASE, Op.HEAD}
 _NUMBER = "(?:0|[1-9][0-9]*)"
@@ -111,7 +111,7 @@ class Event:
 
     `part` is "e<chunk>" (early) or "d<chunk>" (delayed), of an F "c<call>": a further call of the model by the micro-batch's
     code, its first one being call 0, without a part; `step_offset` is 0, -1 for what the step before left, or +1 for
-    what the next step fetches. Raises ScheduleError when the fields do not fit the operation.
+    what the next step fetches or waits for. Raises ScheduleError when the fields do not fit the operation.
     """
 
     op: Op
@@ -127,8 +127,8 @@ class Event:
 
     @property
     def ahead(self) -> bool:
-        """Whether it is issued for the next step, whose schedule waits for it: what that step fetches, and a delayed part
-        that is stepped in its own step."""
+        """Whether it is issued for the next step, whose schedule waits for it: what that step fetches, a reduction that ends
+        there, and a delayed part that is stepped in its own step."""
         delayed = self.op is Op.STEP and self.part is not None and self.part.startswith("d")
         return self.step_offset > 0 or (delayed and self.step_offset == 0)
 
@@ -231,7 +231,7 @@ def teller_of_rest(events: Sequence[Event]) -> Event | None:
     STEP; where there is none, the first HEAD. None where there is no NORM."""
     found: Event | None = None
     for event in events:
-        if event.op is Op.NORM:
+        if event == Event(Op.NORM):
             return found
         if (event.op is Op.HEAD and found is None) or (event.op is Op.STEP and event.step_offset == 0):
             found = event

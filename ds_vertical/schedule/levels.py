@@ -119,7 +119,7 @@ def check_levels(schedule: Schedule) -> None:
     missing: set[Unit | None] = set()
     reduced: Event | None = None
     for index, event in enumerate(schedule.events):
-        if reduced is not None and event != Event(Op.CROSS, reduced.layer):
+        if reduced is not None and (event.op, event.layer) != (Op.CROSS, reduced.layer):
             raise error_at(schedule.events, index, f"stands between {reduced} and its CROSS, which come one behind the other")
         reduced = event if event.op is Op.REDUCE else None
         if _is_fetch(event) and event.layer not in there:

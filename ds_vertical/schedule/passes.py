@@ -16,7 +16,7 @@ from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.activations import LOOK_AHEAD, place_activations
 from ds_vertical.schedule.dependencies import validate
 from ds_vertical.schedule.events import DELAYED, EARLY, EVERYTHING, LEAD, Cell, Event, Needs, Op, Outside, Schedule, part_of
-from ds_vertical.schedule.halves import place_making
+from ds_vertical.schedule.halves import place_leaving, place_making
 from ds_vertical.schedule.levels import in_order, place_levels, place_standing, units_to_copy
 from ds_vertical.types import PRE, SUF, Unit
 
@@ -269,7 +269,9 @@ class TrainingStep:
     under way in the next one's backward. `copy_share`: of the units that are fetched again, the share whose copy each node
     keeps (`levels`, [Note: levels]); None: there is one level. `standing`: the units whose copy is there at the start; None: no
     copy outlives the step. `halves`: it is one of the two halves of a step, of the units
-    `made` values for the next half are made (`halves`). `order`, `snake`, `window`, `calls` and `outside`: as in `Schedule`."""
+    `made` values for the next half are made (`halves`). `leaves`: it leaves its last gradients, and its norm, to the next one.
+    `left`: so has the one before, gradients of so many layers; None: it has not. `order`, `snake`, `window`, `calls` and
+    `outside`: as in `Schedule`."""
 
     num_layers: int
     num_micro_batches: int
@@ -291,6 +293,8 @@ class TrainingStep:
     standing: Collection[Unit] | None = None
     halves: bool = False
     made: frozenset[Unit] = frozenset()
+    leaves: bool = False
+    left: float | None = None
 
 
 def build_training(step: TrainingStep) -> Schedule:
@@ -339,7 +343,8 @@ def _over_levels(events: Events, step: TrainingStep) -> tuple[Events, tuple[Unit
     standing = in_order(set(step.standing) & set(copied))
     placed = place_levels(events, copied, standing)
     if step.halves:
-        return place_making(placed, step.outside, step.made), copied, standing
+        own = place_leaving(placed, step.outside) if step.leaves else placed
+        return place_making(own, step.outside, step.made, step.left), copied, standing
     return place_standing(placed, copied, step.delayed), copied, standing
 
 

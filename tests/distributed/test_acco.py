@@ -175,6 +175,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
         {"name": "untouched", "kind": "untouched"},
         {"name": "resumed", "kind": "resumed"},
         {"name": "failing", "kind": "failing"},
+        {"name": "beside", "kind": "beside", "section": {"trace": str(folder / "trace of beside")}},
+        {"name": "broken", "kind": "broken"},
         {"name": "poisoned", "kind": "poisoned"},
         {"name": "short", "counts": SHORT},
         {"name": "short resumed", "kind": "resumed", "counts": SHORT},
@@ -192,6 +194,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Groups:
         {"name": "frozen", "frozen": True},
         {"name": "frozen resumed", "frozen": True, "kind": "resumed"},
         {"name": "other apart", "section": apart},
+        {"name": "broken apart", "kind": "broken", "section": apart},
         {"name": "weighted", "counts": UNEVEN, "micro_batches": 6, "weighted": True, "clip": 0.0},
         {"name": "blank unclipped", "counts": UNEVEN, "micro_batches": 6, "weighted": True, "blank": 1, "clip": 0.0},
         {"name": "fetched", "section": {"outside_layers": "fetched", "prefetch_layers": 2}},
@@ -375,6 +378,48 @@ def test_a_loop_of_the_three_calls_is_refused(two: Groups) -> None:
         assert kind == "LoopError" and "remove acco, or call engine.train_batch(data_iter)" in told
 
 
+def test_the_first_halfs_last_gradients_travel_while_the_second_half_computes(two: Groups) -> None:
+    """They are held back until the second half comes to NORM@-1, behind the first layer's forwards: where the first half waited
+    for them, nothing would let them through. They change no bit."""
+    assert_beside(two["other"], two["beside"], EVEN)
+    steps = read_trace(two.folder / "trace of beside" / "rank0.jsonl")
+    assert len(steps) == len(EVEN)
+    for step in steps:
+        (waited,) = [wait for wait in step.waits if wait.by == "NORM@-1"]
+        (decided,) = [span for span in step.spans if span.name == "NORM@-1"]
+        (_, last) = [span for span in step.spans if span.name == "0F1"]
+        assert waited.name == "reduce 0, pre" and last.end <= waited.start < waited.end <= decided.start
+        assert not any(wait.name.startswith("reduce pre") and wait.by == "end" for wait in step.waits)
+
+
+def assert_beside(plain: Found, found: Found, counts: list[list[int]]) -> None:
+    """All reductions came through the gate, which was closed ahead of the first half's last one, and they changed nothing."""
+    num_steps, num_units = len(counts), 4
+    for number, (rank, own) in enumerate(zip(plain, found, strict=True)):
+        seconds = [step[number] - step[number] // 2 for step in counts]
+        assert own["opened"] == [f"0F{count - 1}" for count in seconds] and own["late"] == 0
+        assert own["passed"] >= 2 * num_units * num_steps
+        assert all(own[key] == rank[key] for key in ("losses", "norms", "rates"))
+        assert not differing(rank["weights"] | rank["state"], own["weights"] | own["state"])
+        assert all(not differing(a, b) for a, b in zip(rank["grads"], own["grads"], strict=True))
+
+
+@pytest.mark.parametrize("name", ["broken", slow("broken apart")])
+def test_a_step_that_fails_with_gradients_of_its_first_half_on_their_way_can_be_taken_again(two: Groups, name: str) -> None:
+    """On one rank, or on both by an interrupt, in whichever place between the first half's last REDUCE and what is made of it.
+    What follows has the bits of a run without failures."""
+    alone, places = ["left", "forward", "waiting", "made"], ["left", "between", "forward", "waiting", "deciding", "made"]
+    for number, (plain, found) in enumerate(zip(two["other"], two[name], strict=True)):
+        raised = "RuntimeError" if number == 1 else "OtherRankError"
+        assert found["told"] == [*((each, raised) for each in alone), *((each, "KeyboardInterrupt") for each in places)]
+        if name == "broken":
+            assert found["passed"] > 0
+            early = [each for each in [*alone * number, *places] if each not in ("deciding", "made")]
+            assert found["in_flight"] == early
+        assert found["late"] == 0 and found["losses"] == plain["losses"] and found["lr"][0] == plain["rates"][-1]
+        assert not differing(plain["weights"] | plain["state"], found["contents"])
+
+
 def test_both_steps_of_a_unit_are_taken_while_a_half_computes(two: Groups) -> None:
     """In a trace of rank 0: the step before is committed behind the first forward, and the prediction is made behind the last
     backward of the first half."""
@@ -397,18 +442,22 @@ FOUR = [[2, 4, 3, 2], [2, 2, 2, 2], [3, 2, 2, 4], [2, 2, 2, 2]]
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    counts = FOUR
+    folder, counts = tmp_path_factory.mktemp("four"), FOUR
+    traced = {"trace": str(folder / "trace")}
     node: dict[str, Any] = {"zero": {"zero_hpz_partition_size": 2}}
     same: dict[str, Any] = {"repeated": True, "micro_batches": 2, **node}
     runs: list[dict[str, Any]] = [
         {"name": "rank", "counts": counts},
         {"name": "node", "counts": counts, "acco": {"copies": "node"}, **node},
+        {"name": "beside node", "kind": "beside", "counts": counts, "acco": {"copies": "node"}, **node, "section": traced},
+        {"name": "broken node", "kind": "broken", "counts": counts, "acco": {"copies": "node"}, **node},
         {"name": "resumed node", "kind": "resumed", "counts": counts, "acco": {"copies": "node"}, **node},
         {"name": "exact node", "counts": [[2] * 4] * 3, "acco": None, **same},
         {"name": "same node", "counts": [[2] * 4] * 3, "acco": {"copies": "node"}, **same},
         {"name": "all one node", "kind": "told", "acco": {"copies": "node"}, "zero": {"zero_hpz_partition_size": 4}},
     ]
-    return run_jobs(tmp_path_factory.mktemp("four"), 4, runs)
+    found = run_jobs(folder, 4, runs)
+    return found | {"steps": [{"steps": read_trace(folder / "trace" / "rank0.jsonl")}]}
 
 
 @pytest.mark.slow
@@ -430,6 +479,29 @@ def test_with_copies_of_a_node_the_same_micro_batches_commit_the_bits_of_exact_s
     for a, b in zip(four["exact node"], four["same node"], strict=True):
         assert a["losses"] == b["losses"] and a["norms"] == b["norms"]
         assert not differing(a["weights"] | a["state"], b["weights"] | b["state"])
+
+
+@pytest.mark.slow
+def test_with_copies_of_a_node_the_first_halfs_last_gradients_cross_the_link_while_the_second_half_computes(
+    four: dict[str, Found],
+) -> None:
+    """By the trace, in which each hop of a reduction over levels stands."""
+    assert_beside(four["node"], four["beside node"], FOUR)
+    for step in four["steps"][0]["steps"]:
+        starts = {name: sorted(span.start for span in step.spans if span.name == name) for name in ("preF0", "0F0", "NORM@-1")}
+        hops = [span for span in step.spans if span.resource == "net_cross" and span.end > starts["0F0"][1]]
+        left = min((span for span in hops if span.name == "preCROSS"), key=lambda span: span.end)
+        (decided,) = starts["NORM@-1"]
+        assert starts["preF0"][1] < starts["0F0"][1] < left.end <= decided
+
+
+@pytest.mark.slow
+def test_with_copies_of_a_node_a_step_that_fails_between_its_halves_can_be_taken_again(four: dict[str, Found]) -> None:
+    """All four ranks hear of it where one of them has failed."""
+    for number, (plain, found) in enumerate(zip(four["node"], four["broken node"], strict=True)):
+        assert [told for _, told in found["told"][:4]] == ["RuntimeError" if number == 1 else "OtherRankError"] * 4
+        assert found["late"] == 0 and found["losses"] == plain["losses"]
+        assert not differing(plain["weights"] | plain["state"], found["contents"])
 
 
 @pytest.mark.slow

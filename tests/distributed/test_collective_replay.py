@@ -4,6 +4,7 @@ raises its error where they decide."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -66,6 +67,10 @@ class Ranks:
             self.agreed.append(None)
             open_step()
 
+        def deciding_before() -> None:
+            self.agreed.append(None)
+            self.done.append("norm before")
+
         def stepping(unit: Any) -> Any:
             self.fail_if_due("step")
             self.done.append(f"step {unit}")
@@ -74,15 +79,14 @@ class Ranks:
         self.gathers_lead = training.params.gathers.leads
         params.copies, optimizer.is_left = self, self.is_left
         params.issue, optimizer.reduce_unit, optimizer.open_step = issuing, reducing, deciding
-        optimizer.step_unit = stepping
+        optimizer.step_unit, optimizer.open_left = stepping, deciding_before
         training.sweeps.others, training.sweeps.leave = self, voting
 
     @property
     def together(self) -> tuple[list[str], list[str]]:
         """What of it the ranks do together, all but their own steps: gathers, which have a process group of their own, and the
         rest."""
-        gathers = [each for each in self.done if each.startswith("gather")]
-        return gathers, [each for each in self.done if not each.startswith(("gather", "step"))]
+        return together(self.done)
 
     @property
     def in_line(self) -> list[str]:
@@ -125,6 +129,12 @@ class Ranks:
             raise error
 
 
+def together(done: Sequence[str]) -> tuple[list[str], list[str]]:
+    """See `Ranks.together`."""
+    gathers = [each for each in done if each.startswith("gather")]
+    return gathers, [each for each in done if not each.startswith(("gather", "step", "norm"))]
+
+
 def settle_at_gradient(training: ToyTraining, _: object, __: object, output: torch.Tensor) -> None:
     if output.requires_grad:
         output.register_hook(lambda _: training.params.gathers.settle())
@@ -136,8 +146,10 @@ def trained(
     fails_at: tuple[str, int] = ("", 0),
     leads: bool | None = None,
     settles_at: Collection[int] = (),
+    num_norms: int = 0,
 ) -> Ranks:
     """`leads`: beside a device, where no gather is issued before its unit is used, but for those ahead of reductions.
+    `num_norms`: at which the ranks have asked each other before the failure.
     `settles_at`: the layers whose output's gradient a user's code looks at, and gathers parameters there."""
     training = ToyTraining(toy_model(schedule.num_layers), overlap)
     if leads is not None:
@@ -154,27 +166,59 @@ def trained(
     else:
         with pytest.raises(Fault) as raised:
             training.step(schedule, bodies, 1)
-        assert ranks.agreed == ([None, raised.value] if fails_at[0] == "step" else [raised.value])
+        asked = num_norms + (fails_at[0] == "step")
+        assert ranks.agreed == [*[None] * asked, raised.value]
         assert not any("may not know" in note for note in raised.value.__notes__)
         assert training.params.fetched == []
     return ranks
 
 
 UNITS = frozenset({"pre", *range(NUM_LAYERS)})
+HALF = TrainingStep(NUM_LAYERS, 2, copy_share=1.0, delayed=True, halves=True, made=UNITS)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("standing", [frozenset(), UNITS])
 def test_a_half_that_fails_anywhere_leaves_nobody_alone(overlap: bool, standing: frozenset[Any]) -> None:
     """Copies for the next half are made while this one computes."""
-    step = TrainingStep(NUM_LAYERS, 2, copy_share=1.0, delayed=True, standing=standing, halves=True, made=UNITS)
-    schedule = build_training(step)
+    schedule = build_training(replace(HALF, standing=standing))
     expected = trained(schedule, overlap)
     assert sum(each.endswith(" ahead") for each in expected.done) == len(UNITS), "although the step of one is left"
     for what, word in {"gather": "gather", "reduce": "reduce", "hold": "reduce", "release": "vote"}.items():
         number = sum(each.startswith(word) and not each.endswith(" ahead") for each in expected.done)
         for at in range(number):
             assert trained(schedule, overlap, (what, at)).together == expected.together
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_first_half_that_fails_anywhere_is_left_by_all_at_its_end(overlap: bool) -> None:
+    """It has no norm, at which the ranks ask each other elsewhere."""
+    schedule = build_training(replace(HALF, standing=UNITS, leaves=True))
+    expected = trained(schedule, overlap)
+    assert expected.agreed == [None], "at the end"
+    for what, word in {"gather": "gather", "reduce": "reduce", "hold": "reduce", "release": "vote"}.items():
+        number = sum(each.startswith(word) and not each.endswith(" ahead") for each in expected.done)
+        for at in range(number):
+            assert trained(schedule, overlap, (what, at)).together == expected.together, (what, at)
+
+
+@pytest.mark.parametrize("leads", [None, False])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_second_half_that_fails_is_left_at_the_next_of_its_norms(overlap: bool, leads: bool | None) -> None:
+    """At NORM@-1 where the rank fails ahead of that: nobody reduces anything then, and all have issued the gathers of what is
+    fetched by then, whether or not its shards had come (`leads`: see `trained`). Behind it, all go on to NORM; copies are made
+    at once here, so that those are in line only with gathers that are not late."""
+    schedule = build_training(replace(HALF, standing=UNITS, left=1.0))
+    expected = trained(schedule, overlap, leads=leads)
+    assert expected.agreed == [None, None, None], "at NORM@-1, at NORM, and at the end"
+    before = expected.done.index("norm before")
+    for what, word in {"gather": "gather", "reduce": "reduce", "hold": "reduce", "release": "vote"}.items():
+        own = [place for place, each in enumerate(expected.done) if each.startswith(word) and not each.endswith(" ahead")]
+        for at, place in enumerate(own if leads is None else [each for each in own if each < before]):
+            found = trained(schedule, overlap, (what, at), leads, num_norms=int(place > before))
+            wanted = expected.together if place > before else together(expected.done[:before])
+            assert found.together == wanted, (what, at)
+    assert any(place < before for place in own) and any(place > before for place in own)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

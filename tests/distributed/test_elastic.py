@@ -28,6 +28,7 @@ from ds_vertical.types import PRE, SUF, ElasticSettings
 
 # what ranks do together: gathers, hops, reductions, votes at RELEASE, the norm
 TOGETHER = {Op.FETCH, Op.SPREAD, Op.REDUCE, Op.CROSS, Op.RELEASE, Op.NORM}
+HALF: dict[str, Any] = {"halves": True, "made": frozenset({PRE, 0}), "copy_share": 1.0, "standing": (), "delayed": True}
 STEPS: dict[str, dict[str, Any]] = {
     "plain": {},
     "snake": {"snake": True},
@@ -38,6 +39,8 @@ STEPS: dict[str, dict[str, Any]] = {
     "levels": {"copy_share": 0.5, "reduces_beside": True},
     "two calls": {"calls": 2},
     "ends fetched": {"outside": Outside(True, apart=(PRE, SUF))},
+    "first half": {**HALF, "leaves": True},
+    "second half": {**HALF, "left": 2.0},
 }
 
 

@@ -94,6 +94,12 @@ def test_the_cores_were_as_busy_as_the_page_says_and_all_kept_everything() -> No
     assert {json.dumps(each.get("activations")) for each in sections if each["enabled"]} == {'{"keep": "everything"}'}
 
 
+def test_the_schedules_are_those_of_the_halves() -> None:
+    for half in ("first", "second"):
+        _, _, events = (ROOT / "tests" / "golden" / f"halves_{half}_w1.txt").read_text().partition("\n")
+        assert f"```text\n{events}```" in PAGE
+
+
 # ---- the picture
 
 
@@ -105,11 +111,11 @@ STEP = StepTrace(
     *(1, 0.0, 10.0, 0.0),
     [
         *(span("compute", "preF0", 0.0, 1.0), span("compute", "0B0", 1.0, 2.0), span("compute", "0REDUCE", 2.0, 2.1)),
-        *(span("compute", "NORM", 2.1, 3.0), span("compute", "preF0", 3.0, 4.0), span("compute", "NORM", 4.0, 5.0)),
+        *(span("compute", "preF0", 3.0, 4.0), span("compute", "NORM@-1", 4.0, 4.2), span("compute", "NORM", 4.2, 5.0)),
         *(span("adam", "step 1, chunk 0 from 0", 0.5, 0.6), span("adam", "predict 1, chunk 0 from 0", 3.5, 3.6)),
         *(
             span("net_cross", "1SPREAD", 0.6, 0.7),
-            span("net_cross", "0CROSS", 2.0, 2.9),
+            span("net_cross", "0CROSS", 2.0, 3.9),
             span("net_local", "0REDUCE", 2.0, 2.1),
         ),
     ],
@@ -128,7 +134,7 @@ def test_a_rank_that_waits_for_others_does_not_compute() -> None:
         acco_rounds.PREDICTS: ["predict 1, chunk 0 from 0"],
         acco_rounds.WEIGHTS: ["1SPREAD"],
         acco_rounds.GRADIENTS: ["0CROSS"],
-        acco_rounds.WAITS: ["0REDUCE", "NORM", "NORM", "fetch 0"],
+        acco_rounds.WAITS: ["0REDUCE", "NORM@-1", "NORM", "fetch 0"],
     }
 
 

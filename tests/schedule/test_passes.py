@@ -31,6 +31,7 @@ from ds_vertical.schedule.passes import (
 
 ORDERS = {"vertical": {}, "snake": {"snake": True}, "horizontal": {"order": "horizontal"}}
 DUE = frozenset({"pre", 0, 1, 2})
+HALVES = {"delayed": True, "reduces_beside": True, "copy_share": 1.0, "standing": DUE, "halves": True, "made": DUE}
 STEPS = {
     "delayed": {"delayed": True},
     "delayed_due": {"delayed": True, "due": DUE},
@@ -41,7 +42,9 @@ STEPS = {
     "levels": {"early": True, "ahead": True, "reduces_beside": True, "copy_share": 1.0},
     "levels_without_copies": {"hold": "all", "copy_share": 0.0},
     "kept": {"early": True, "kept": ((0, 0), (1, 1))},
-    "halves": {"delayed": True, "reduces_beside": True, "copy_share": 1.0, "standing": DUE, "halves": True, "made": DUE},
+    "halves": HALVES,  # of a half by itself, such as benchmarks/delayed_steps.py has it
+    "halves_first": {**HALVES, "leaves": True},
+    "halves_second": {**HALVES, "left": 2.0},
 }
 SETTINGS = ORDERS | STEPS
 

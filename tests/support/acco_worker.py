@@ -7,14 +7,18 @@ The job: {"folder": swap folder, "out": folder for <name>.rank<R>.pt, "runs": [{
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # run as a script, so this folder is first on the path
@@ -285,6 +289,155 @@ def failing(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         return {"told": told, "losses": losses, "contents": contents(engine, model, rank), "lr": engine.get_lr()}
 
 
+class Gate:
+    """Holds the reductions of gradients back from the first half's last REDUCE on, while steps are `watched`, until `open` is
+    called; unless it `holds` none. `is_behind`: that REDUCE has been issued. `passed`: reductions that have come through here;
+    `late`: those that nobody has let through in time."""
+
+    def __init__(self, holds: bool = True) -> None:
+        self.watched = self.is_behind = False
+        self.passed = self.late = 0
+        self._holds = holds
+        self._is_open = threading.Event()
+        self._is_open.set()
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._is_open.is_set()
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[Gate]:
+        from ds_vertical.distributed import levels
+        from ds_vertical.engine.acco.halves import FirstHalf
+
+        exchanged, scattered, reduce_unit = levels._exchanged, torch.distributed.reduce_scatter_tensor, FirstHalf.reduce_unit
+        line = ThreadPoolExecutor(1)  # of one level's reductions, in their order
+
+        def exchanged_later(rows: torch.Tensor, group: Any) -> torch.Tensor:
+            self._hold()
+            return exchanged(rows, group)
+
+        def scattered_later(share: torch.Tensor, buffer: torch.Tensor, group: Any, async_op: bool) -> Any:
+            def scatter() -> None:
+                self._hold()
+                scattered(share, buffer, group=group)
+
+            assert async_op
+            return SimpleNamespace(wait=line.submit(scatter).result)
+
+        def reduced(half: FirstHalf, unit: Any, *args: Any) -> bool:
+            if unit == "pre" and self.watched:
+                self.is_behind = True
+                if self._holds:
+                    self._is_open.clear()
+            return reduce_unit(half, unit, *args)
+
+        levels._exchanged, FirstHalf.reduce_unit = exchanged_later, reduced  # type: ignore[method-assign]
+        torch.distributed.reduce_scatter_tensor = scattered_later
+        try:
+            yield self
+        finally:
+            self.open()
+            line.shutdown()
+            levels._exchanged, FirstHalf.reduce_unit = exchanged, reduce_unit  # type: ignore[method-assign]
+            torch.distributed.reduce_scatter_tensor = scattered
+
+    def _hold(self) -> None:
+        self.late += not self._is_open.wait(0 if self.late else 30)
+        self.passed += 1
+
+
+@contextlib.contextmanager
+def ahead_of(owner: Any, name: str, act: Callable[..., None]) -> Iterator[None]:
+    """Within the block `act` is called with the arguments of each call of a method, ahead of it."""
+    method = getattr(owner, name)
+
+    def watched(*args: Any) -> Any:
+        act(*args)
+        return method(*args)
+
+    setattr(owner, name, watched)
+    try:
+        yield
+    finally:
+        setattr(owner, name, method)
+
+
+def beside(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """The steps, where in each the first half's last gradients are held back until the second half comes to NORM@-1. `opened`:
+    the last forward that each step has begun by then."""
+    from ds_vertical.engine.acco.halves import SecondHalf
+    from ds_vertical.engine.handlers import _Training
+
+    opened: list[str] = []
+    last = ""
+
+    def note(_: Any, event: Any) -> None:
+        nonlocal last
+        last = str(event)
+
+    def let_through(_: Any) -> None:
+        opened.append(last)
+        gate.open()
+
+    notes, opens = ahead_of(_Training, "forward", note), ahead_of(SecondHalf, "left", let_through)
+    with Gate().installed() as gate, notes, opens:
+        gate.watched = True
+        found = train(job, folder, rank)
+    return found | {"opened": opened, "passed": gate.passed, "late": gate.late}
+
+
+def broken(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """Behind two steps one that fails at many places while the first half's last gradients are held back: on rank 1 alone, or
+    on both ranks by an interrupt. Each time it is taken again; `in_flight`: where it failed with gradients on their way."""
+    from ds_vertical.engine.acco import halves, loop, tentative
+    from ds_vertical.engine.handlers import _Training
+    from ds_vertical.engine.zero3.step_driver import StepDriver
+
+    steps, told, in_flight, losses = job.batches(rank), [], [], []
+    due: list[BaseException] = []
+
+    def fail(*_: Any) -> None:
+        if gate.is_behind and due:
+            in_flight.extend([place] * gate.is_closed)
+            raise due.pop()
+
+    def let_through(*_: Any) -> None:
+        gate.open()
+
+    places: dict[str, tuple[Any, str, Callable[..., None]]] = {
+        "left": (halves._Half, "reducing", fail),
+        "between": (loop.HalvesLoop, "_run_half", fail),
+        "forward": (_Training, "forward", fail),
+        "waiting": (halves.SecondHalf, "left", fail),
+        "deciding": (tentative.TentativeStep, "decide", fail),
+        "made": (tentative.TentativeStep, "step", fail),
+    }
+    alone = ("left", "forward", "waiting", "made")  # elsewhere one rank's error would leave the other one in a collective
+    gate = Gate(holds=job.section.get("overlap", True))
+    with harness.running(job.config(folder), Model, vertical=True) as (engine, model), gate.installed():
+        for number, step in enumerate(steps):
+            tries = [(each, RuntimeError("no luck")) for each in alone] + [(each, KeyboardInterrupt()) for each in places]
+            for place, error in tries if number == 2 else ():
+                due[:] = [error] if rank == 1 or isinstance(error, KeyboardInterrupt) else []
+                gate.watched, gate.is_behind = True, False
+                # a rank that does not fail there lets its gradients through where it waits for them
+                opens = ahead_of(halves.SecondHalf, "left", let_through)
+                with opens, ahead_of(*places[place]), ahead_of(StepDriver, "abandon", let_through):
+                    try:
+                        told.append((place, hear(partial(engine.train_batch, iter(step)))[0]))
+                    except KeyboardInterrupt:
+                        told.append((place, "KeyboardInterrupt"))
+                gate.watched = False
+                gate.open()
+            losses.append(engine.train_batch(iter(step)).item())
+        found = {"told": told, "in_flight": in_flight, "passed": gate.passed, "late": gate.late, "losses": losses}
+        return found | {"contents": contents(engine, model, rank), "lr": engine.get_lr()}
+
+
 def poisoned(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     """Behind two steps one whose gradients are not finite on rank 1, from micro-batch `job.first` on, then the same step as it
     should be: what counts. `plain`: the loss of that step at the weights that are committed ahead of it."""
@@ -407,7 +560,7 @@ def descend(job: Job, folder: Path, rank: int) -> dict[str, Any]:
 KINDS = {
     **{"train": train, "untouched": untouched, "resumed": resumed, "evaluated": evaluated, "failing": failing},
     **{"descend": descend, "poisoned": poisoned, "written": written, "gathered": gathered, "told": told, "by calls": by_calls},
-    **{"ending": ending, "elastic": elastic, "cut": cut},
+    **{"ending": ending, "elastic": elastic, "cut": cut, "beside": beside, "broken": broken},
 }
 
 

@@ -127,7 +127,7 @@ class MemoryOptimizer:
     def __init__(self, params: MemoryParams, early: bool = False) -> None:
         self.params = params
         self.grads: dict[int, torch.Tensor] = {}
-        self.num_norms = 0
+        self.num_norms = self.num_norms_before = 0
         self.due: list[Unit] = []
         self.ahead: dict[Unit, Ticket] = {}
         self._first_delayed = 1 if early else 0
@@ -141,8 +141,14 @@ class MemoryOptimizer:
         self.grads |= {id(p): total.view(p.shape).clone() for p, total in zip(trained, sums, strict=True)}
         return False
 
-    def reducing(self, unit: Unit) -> None:
+    def reducing(self, unit: Unit, leaves: bool = False) -> None:
         """There is one rank."""
+
+    def left(self) -> None:
+        """There is one rank."""
+
+    def open_left(self) -> None:
+        self.num_norms_before += 1
 
     def hold_unit(self, unit: Unit) -> None:
         """Nothing waits on SSD."""

@@ -1,7 +1,7 @@
 """What a step of two halves (`vertical_schedule.acco`) would take in the place of a plan's exact step.
 
-A half is simulated as every schedule is: steady halves, one behind the other, each of which makes the next one's values
-(`schedule.halves`). A step is two of them. Weights, state and gradients rest in host memory: acco takes them from nowhere else.
+Two halves are simulated as one step (`planner.simulate.joined`): steady steps, one behind the other, in which each half makes
+the next one's values (`schedule.halves`). Weights, state and gradients rest in host memory: acco takes them from nowhere else.
 So do activations, whose folder on SSD is that of weights or state. A forward keeps nothing for its backward.
 """
 
@@ -9,27 +9,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Final
 
 from ds_vertical.cli.common import JsonObject
 from ds_vertical.config.cross_check import value_at
 from ds_vertical.config.levels import PARTITION_SIZE
 from ds_vertical.config.section import SECTION
 from ds_vertical.planner import linear_program, memory_budget
-from ds_vertical.planner.candidate import Candidate
+from ds_vertical.planner.candidate import Candidate, without_garbage_collection
 from ds_vertical.planner.model_shape import SmallTensors
 from ds_vertical.planner.network import Network
-from ds_vertical.schedule.passes import TrainingStep
+from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, joined, simulate
+from ds_vertical.schedule.halves import layers_left
+from ds_vertical.schedule.passes import TrainingStep, training_with_needs
 from ds_vertical.types import Copies, Placement, TensorKind, Tier, TierBytes
+
+_STEADY_STEPS: Final = 3
 
 
 @dataclass(frozen=True)
-class HalfStep(Candidate):
-    """One of the two halves: `step_s` and `estimate_s` are its seconds."""
+class HalvedStep(Candidate):
+    """A step of two halves, each with the choice's number of micro-batches."""
 
-    def _training(self, num_layers: int) -> TrainingStep:  # override
-        units = frozenset(self.shape.outside.around(range(num_layers)))
-        halves = {"halves": True, "made": units, "standing": units, "copy_share": 1.0}
-        return replace(super()._training(num_layers), **halves, reduces_beside=True)
+    def halves(self, num_layers: int) -> tuple[TrainingStep, TrainingStep]:
+        """The first one, and the second one."""
+        shape = self.coarse(num_layers)
+        units = frozenset(shape.outside.around(range(num_layers)))
+        own = {"halves": True, "made": units, "standing": units, "copy_share": 1.0}
+        half = replace(self._training(num_layers), **own, due=frozenset(), ahead=False, reduces_beside=True)
+        left = layers_left(shape.outside, [shape.stepped(layer) for layer in range(num_layers)], shape.stepped)
+        return replace(half, leaves=True), replace(half, left=left)
+
+    @without_garbage_collection
+    def simulated(self, num_layers: int) -> SimulatedRun:  # override
+        """Steps of the model's first layers."""
+        schedule, needs = joined(*map(training_with_needs, self.halves(num_layers)))
+        settings = SimulationSettings(_STEADY_STEPS, memory_budget.SLOTS)
+        return simulate(schedule, self.machine, self.coarse(num_layers), settings, needs=needs)
 
 
 @dataclass(frozen=True)
@@ -88,8 +104,9 @@ def _two_halves(exact: Candidate, copies: Copies, network: Network) -> TwoHalves
     choice = replace(exact.choice, num_micro_batches=count, placement=placement, **plain)
     terms = replace(exact.case.terms, num_micro_batches=count, held_share=1.0)
     case = replace(exact.case, shape=shape, terms=terms, delay=1.0, early=False, menu=None, setup_bytes=0.0)
-    half = HalfStep(choice, case, 0.0, ())
-    return TwoHalves(copies, 2 * half.estimate_s, _short(half, network, sharing))
+    halved = HalvedStep(choice, case, 0.0, ())
+    # no estimate from few layers: where NORM@-1 stands changes with their number
+    return TwoHalves(copies, halved.step_s, _short(halved, network, sharing))
 
 
 def _in_memory(placement: Placement) -> Placement:
@@ -99,11 +116,11 @@ def _in_memory(placement: Placement) -> Placement:
     return placement
 
 
-def _short(half: HalfStep, network: Network, sharing: int) -> TierBytes:
+def _short(halved: HalvedStep, network: Network, sharing: int) -> TierBytes:
     """The budget has the copies among what acco takes besides, and not among the levels'."""
-    shape = replace(half.shape, network=replace(network, levels=False, copy_ranks=None, sum_ranks=None))
+    shape = replace(halved.shape, network=replace(network, levels=False, copy_ranks=None, sum_ranks=None))
     own = memory_budget.halves_items(shape.num_elements, shape.param_bytes, shape.gradient_bytes, network.num_ranks, sharing)
-    case = replace(half.case, shape=shape, further=(*half.case.further, *own))
-    needed = {tier: linear_program.tier_bytes(case, shape.placement, tier) for tier in half.case.limits}
-    limits = ((tier, limit) for tier, limit in half.case.limits.items() if limit is not None)
+    case = replace(halved.case, shape=shape, further=(*halved.case.further, *own))
+    needed = {tier: linear_program.tier_bytes(case, shape.placement, tier) for tier in halved.case.limits}
+    limits = ((tier, limit) for tier, limit in halved.case.limits.items() if limit is not None)
     return {tier: needed[tier] - limit for tier, limit in limits if needed[tier] > limit}

@@ -1,9 +1,11 @@
 """The two halves of a step, as the handlers of a schedule see an optimizer: what each reduces into, decides and makes.
 
-    first half    at the predicted weights   makes the committed weights, reduces its own gradients, decides the tentative step
-    second half   at the committed weights   makes the predicted weights, adds its gradients, decides the step
+    first half    at the predicted weights   makes the committed weights, reduces its own gradients
+    second half   at the committed weights   decides the tentative step, makes the predicted weights, adds its gradients,
+                                             decides the step
 
-So a step is committed beside the first half of the next one, or by a flush. See `schedule.halves`.
+So a step is committed beside the first half of the next one, or by a flush. The first half's last gradients are still on their
+way when the second half begins. See `schedule.halves`.
 """
 
 from __future__ import annotations
@@ -36,9 +38,13 @@ class _Half:
         self._driver.sink = self._sink
         return self._driver.reduce_unit(unit, sums, flat, give_back)
 
-    def reducing(self, unit: Unit) -> Ticket | None:
+    def reducing(self, unit: Unit, leaves: bool = False) -> Ticket | None:
         """See `UnitReductions`."""
-        return self._driver.reducing(unit)
+        return self._driver.reducing(unit, leaves)
+
+    def left(self) -> Ticket | None:
+        """See `UnitReductions`."""
+        return self._driver.left()
 
     def hold_unit(self, unit: Unit) -> Ticket | None:
         """None: gradients wait in memory."""
@@ -75,16 +81,16 @@ class _Half:
 
 
 class FirstHalf(_Half):
-    """`share`: of what the step's gradients weigh, those of the first half; set ahead of it."""
+    """It leaves its last gradients to the second half, which decides what they are for."""
 
     def __init__(self, driver: StepDriver, tentative: TentativeStep) -> None:
         super().__init__(driver, tentative, ShareSink(tentative.gradients))
-        self.share = 0.5
 
     def open_step(self) -> None:
-        """Decide the tentative step."""
-        self._tentative.decide(self._driver.powers, self.share)
-        self._driver.norm_memory.clear()
+        """Raises RuntimeError."""
+        raise RuntimeError("the first half of a step decides nothing: its schedule has no NORM")
+
+    open_left = open_step
 
     def step_unit(self, unit: Unit) -> Ticket | None:
         """Take what is due of the step before: it makes the committed weights."""
@@ -92,10 +98,17 @@ class FirstHalf(_Half):
 
 
 class SecondHalf(_Half):
-    """Its shares are added to those of the first half."""
+    """Its shares are added to those of the first half. `share_of_first`: of what the step's gradients weigh, those of the first
+    half; set ahead of the step."""
 
     def __init__(self, driver: StepDriver, tentative: TentativeStep, gradients: HeldGradients) -> None:
         super().__init__(driver, tentative, ShareSink(gradients, tentative.whole))
+        self.share_of_first = 0.5
+
+    def open_left(self) -> None:
+        """The first half's gradients are all held: decide the tentative step."""
+        self._tentative.decide(self._driver.powers, self.share_of_first)
+        self._driver.norm_memory.clear()
 
     def open_step(self) -> None:
         """Decide the step."""

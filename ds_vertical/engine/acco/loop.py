@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NoReturn
+from typing import Final, Literal, NoReturn
 
 import torch
 
@@ -32,7 +32,8 @@ from ds_vertical.errors import LoopError
 from ds_vertical.interrupts import Changed, deferred
 from ds_vertical.model.micro_batch import Body
 from ds_vertical.offload.param_store import StandingCopies
-from ds_vertical.schedule.events import Cell, Unit
+from ds_vertical.schedule.events import Cell, Outside, Unit
+from ds_vertical.schedule.halves import layers_left
 from ds_vertical.schedule.passes import TrainingStep
 from ds_vertical.schedule.trace import Tracer
 
@@ -48,6 +49,15 @@ class TwoWeights:
     tentative: TentativeStep
 
 
+@dataclass(frozen=True)
+class Half:
+    """What is asked of a half's schedule. `made`: the units of which values for the next half are made. `place`: in a step of
+    two halves, of which the first one leaves gradients to the second; None: it is the whole step."""
+
+    made: frozenset[Unit] = frozenset()
+    place: Literal["first", "second"] | None = None
+
+
 class HalvesLoop(VerticalLoop):
     """`num_left`: gradients that have not moved the learning rate yet, see [Note: gradients counted]."""
 
@@ -57,7 +67,7 @@ class HalvesLoop(VerticalLoop):
         super().__init__(parts, check, tracer, progress)
         self.num_left = 0
         self._weights_of = weights
-        self._made: frozenset[Unit] = frozenset()  # in the half under way: units of which values for the next half are made
+        self._half = Half()  # under way
         self._standing: frozenset[Unit] = frozenset()  # units whose copy stood as it began
         self._before = self._concluded = -1  # steps decided as the step began; as gradients were counted last
         optimizer = parts.optimizer
@@ -80,21 +90,21 @@ class HalvesLoop(VerticalLoop):
         self._refuse_single()
         scale, parts, weights, count = scale_of(self.shares.mean_over), self._parts, self._weights_of, len(bodies) // 2
         self._before = parts.optimizer.driver.num_decided
-        self._first.share = self._share_of_first(count)
+        self._second.share_of_first = self._share_of_first(count)
         units = frozenset(parts.layers.outside.around(range(parts.layers.num_layers)))
         is_predicted = all(ranks.all_gathered(weights.prediction.is_there))
         if not is_predicted:  # then this half computes with what the last step has made
             with parts.optimizer.live.agreed("train_batch"):
                 parts.optimizer.flush()
             weights.copies.drop_predicted()
-        made: frozenset[Unit] = units if is_predicted else frozenset()
-        losses = self._run_half(bodies[:count], scale, self._first, is_predicted, made)
-        made = units if weights.tentative.is_due else frozenset()
-        return losses + self._run_half(bodies[count:], scale, self._second, False, made)
+        first = Half(units if is_predicted else frozenset(), "first")
+        losses = self._run_half(bodies[:count], scale, self._first, is_predicted, first)
+        return losses + self._run_half(bodies[count:], scale, self._second, False, Half(units, "second"))
 
     def _run_half(
-        self, bodies: Sequence[Body], scale: LossScale, optimizer: Optimizer, is_predicted: bool, made: frozenset[Unit]
+        self, bodies: Sequence[Body], scale: LossScale, optimizer: Optimizer, is_predicted: bool, half: Half
     ) -> list[torch.Tensor]:
+        """`is_predicted`: it computes with the predicted weights."""
         copies = self._weights_of.copies
         standing = self._parts.params.copies
         assert isinstance(standing, StandingCopies)  # of `copies`
@@ -103,14 +113,23 @@ class HalvesLoop(VerticalLoop):
             copies.reads_predicted = predicted
 
         with Changed(lambda: read(False), lambda: read(is_predicted)):
-            self._made, self._standing = made, standing.standing()
+            self._half, self._standing = half, standing.standing()
             return self.run_pass(bodies, scale, optimizer)
 
     def training_step(self, num_micro_batches: int, moved: tuple[int, ...], kept: tuple[Cell, ...]) -> TrainingStep:  # override
         """That of a half."""
-        step = super().training_step(num_micro_batches, moved, kept)
-        own = {"halves": True, "made": self._made, "standing": self._standing, "copy_share": 1.0}
-        return replace(step, **own, due=frozenset(), ahead=False)
+        step, half = super().training_step(num_micro_batches, moved, kept), self._half
+        own = {"halves": True, "made": half.made, "standing": self._standing, "copy_share": 1.0}
+        left = self._layers_left(step.outside) if half.place == "second" else None
+        return replace(step, **own, leaves=half.place == "first", left=left, due=frozenset(), ahead=False)
+
+    def _layers_left(self, outside: Outside) -> float:
+        """How much the first half has left: see `schedule.halves.layers_left`. On all ranks alike."""
+
+        def numel(unit: Unit) -> float:
+            return sum(map(zero_params.full_numel, self._parts.optimizer.in_chunk_order(unit)))
+
+        return layers_left(outside, list(map(numel, range(self._parts.layers.num_layers))), numel)
 
     def conclude(self) -> None:  # override
         """The step is over: what its second half has predicted is for the next one, if it counts."""

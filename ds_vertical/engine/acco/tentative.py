@@ -55,11 +55,6 @@ class TentativeStep:
         self._places = {id(param): (index, place) for index, place, param in chunk_params}
 
     @property
-    def is_due(self) -> bool:
-        """Whether the first half's gradients are finite, so that a step with them is to be taken."""
-        return self._due is not None
-
-    @property
     def is_complete(self) -> bool:
         """Whether all coming shards are there."""
         return self._due is not None and self._num_left == 0
@@ -76,8 +71,8 @@ class TentativeStep:
         if norm is None or not share:
             return
         factor = 1.0 / zero_optimizer.combined_scale(optimizer, norm / share) / share  # the bits of a half that is the whole
-        self._due = PendingStep(settings_of_step(optimizer, powers), self.gradients, factor)
         self._num_left = sum(len(chunk.parts("all")) for chunk in self._chunks)
+        self._due = PendingStep(settings_of_step(optimizer, powers), self.gradients, factor)  # last: see `is_complete`
 
     def step(self, unit: Unit) -> Ticket | None:
         """Issue a unit's tentative step; the ticket's wait returns when its coming shards are in memory."""

@@ -63,8 +63,15 @@ class Optimizer(Protocol):
         """Average a unit's sums over the ranks and hold this rank's share. Returns whether `flat` is held now."""
         ...
 
-    def reducing(self, unit: Unit) -> Ticket | None:
-        """Once after `reduce_unit`: what waits for the other ranks' part of it; None where there is none."""
+    def reducing(self, unit: Unit, leaves: bool = False) -> Ticket | None:
+        """Once after `reduce_unit`: what waits for the other ranks' part of it; None where there is none. `leaves`: the next
+        schedule waits for it, see `left`."""
+
+    def left(self) -> Ticket | None:
+        """What waits for the reductions that the schedule before has left; None where it has left none."""
+
+    def open_left(self) -> None:
+        """These are over: take the norm of that schedule's gradients, and decide what they are for."""
 
     def hold_unit(self, unit: Unit) -> Ticket | None:
         """Start writing what of a unit's gradients waits on SSD."""

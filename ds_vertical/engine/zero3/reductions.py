@@ -4,6 +4,12 @@
 a process group for reductions alone. The events that need the result, such as the unit's early STEP, stand behind the next
 unit's backward (`place_behind`). So the reduction is under way during that backward. Meanwhile the copies are in memory besides
 the next unit's sums: one unit's gradients. With `overlap: false` the executor waits for each REDUCE at once.
+
+[Note: reductions left] Of a step with two halves the first half's last reductions are under way beyond the end of its schedule
+(`schedule.halves`, [Note: gradients left]). Their tickets stand in `_left` until the second half waits for them. A reduction
+sends copies. So where the second half is cut ahead of that, the tickets are forgotten, and nothing else need be done: all ranks
+have issued them, or do so as they go with the others (`distributed.collective_replay`). They end by themselves, and nobody
+takes what they bring.
 """
 
 from __future__ import annotations
@@ -55,6 +61,7 @@ class UnitReductions:
         self.sink = ShareSink(gradients)
         self.trimmed: Collection[Unit] = ()
         self._under_way: dict[Unit, Ticket] = {}
+        self._left: dict[Unit, Ticket] = {}
 
     def reduce_unit(
         self, unit: Unit, sums: Iterator[torch.Tensor], flat: torch.Tensor | None, give_back: Callable[[torch.Tensor], None]
@@ -70,20 +77,43 @@ class UnitReductions:
             host.trim()
         if not self._optimizer.in_chunk_order(unit):
             return False
-        reductions = self._start(unit, sums)
+        reductions, sink = self._start(unit, sums), self.sink
         if ranks.world_size() == 1:
-            return self._hold(unit, ReducedSums(self._shares(reductions), flat, give_back))
+            return self._hold(unit, ReducedSums(self._shares(reductions, sink), flat, give_back), sink)
         started = list(reductions)
 
         def finish() -> None:
-            self._hold(unit, ReducedSums(self._shares(started), None, give_back))
+            self._hold(unit, ReducedSums(self._shares(started, sink), None, give_back), sink)
 
         self._under_way[unit] = Ticket(f"reduce {unit}", finish)
         return False
 
-    def reducing(self, unit: Unit) -> Ticket | None:
-        """The ticket that waits for the unit's reduction; None with one rank. To be asked for once after `reduce_unit`."""
-        return self._under_way.pop(unit, None)
+    def reducing(self, unit: Unit, leaves: bool = False) -> Ticket | None:
+        """The ticket that waits for the unit's reduction; None with one rank. To be asked for once after `reduce_unit`.
+        `leaves`: the ticket of `left` waits for it, too, see [Note: reductions left]."""
+        ticket = self._under_way.pop(unit, None)
+        if leaves and ticket is not None:
+            self._left[unit] = ticket
+        return ticket
+
+    def left(self) -> Ticket | None:
+        """Waits for all reductions that the schedule before has left, in the order in which they were issued. None where it has
+        left none."""
+        return Ticket(f"reduce {', '.join(map(str, self._left))}", self._take_left) if self._left else None
+
+    def forget_left(self) -> None:
+        """The step in which they were left was cut."""
+        self._left.clear()
+
+    def open_left(self) -> None:
+        """Raises RuntimeError: a step that is one schedule leaves nothing to the next one."""
+        raise RuntimeError("NORM@-1 belongs to steps of two halves")
+
+    def _take_left(self) -> None:
+        while self._left:
+            unit, ticket = next(iter(self._left.items()))
+            ticket.wait()
+            del self._left[unit]
 
     def _start(self, unit: Unit, sums: Iterator[torch.Tensor]) -> Iterator[_Reduction]:
         """Start the unit's reductions, one after the other."""
@@ -94,20 +124,20 @@ class UnitReductions:
         for _ in sums:  # it has none left, and ends
             raise RuntimeError(f"unit {unit} has more sums than parameters")
 
-    def _shares(self, reductions: Iterable[_Reduction]) -> Iterator[torch.Tensor]:
+    def _shares(self, reductions: Iterable[_Reduction], sink: ShareSink) -> Iterator[torch.Tensor]:
         """This rank's share of each sum, one after the other. Notes each share's norm."""
         for params, finish in reductions:
             shares = finish()
             for param in params:
-                share = self.sink.whole(param, shares.pop(0))
+                share = sink.whole(param, shares.pop(0))
                 zero_optimizer.note_gradient(self._optimizer, param, share, self.norm_memory)
                 yield share
                 del share  # the sum's memory is free for what is reduced next
 
-    def _hold(self, unit: Unit, reduced: ReducedSums) -> bool:
+    def _hold(self, unit: Unit, reduced: ReducedSums, sink: ShareSink) -> bool:
         optimizer, timing = self._optimizer, self._optimizer.timing
         early = timing.early
         final = early and timing.final and optimizer.clip_grad == 0.0
         if reduced.flat is not None:
             reduced = ReducedSums(list(reduced.shares), reduced.flat, reduced.give_back)
-        return self.sink.gradients.hold(unit, optimizer.chunks_of(unit), reduced, early=early, final=final)
+        return sink.gradients.hold(unit, optimizer.chunks_of(unit), reduced, early=early, final=final)

@@ -251,6 +251,7 @@ class StepDriver(UnitReductions):
             self._stepper.discard()
             self._pipeline.recover()
         self.backlog.ahead.clear()  # complete, or torn
+        self.forget_left()
         self.transition(StepPhase.DECIDED if self.phase.counts else StepPhase.IDLE)
 
 
