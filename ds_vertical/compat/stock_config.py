@@ -66,6 +66,16 @@ class OffloadSettings:
         """Whether the optimizer's state rests in files, as far as it is not too small for that."""
         return IN_FILES[self.state_tier]
 
+    def host_rooms(self, groups: Iterable[int]) -> list[int]:
+        """Of the optimizer's groups, which have so many elements on this rank, how many of each stay in host memory though
+        parameters are to be on SSD: `max_in_cpu` is for all groups of one rank together, and the first ones have it first."""
+        found, passed = [], 0
+        for numel in groups:
+            left = max(0, self.max_in_cpu - passed)
+            found.append(min(numel, left) or 1)  # a group without room has a buffer of one element in stock
+            passed += numel
+        return found
+
     def persistent(self, sizes: Iterable[int]) -> list[bool]:
         """Of parameters of these elements, in the model's order, which stay on the device: as `mark_persistent_parameters`."""
         found, total = [], 0

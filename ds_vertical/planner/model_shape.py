@@ -136,8 +136,9 @@ class ModelShape:
 
     @property
     def unit_files(self) -> tuple[float, ...]:
-        """Bytes of the parameter files of `pre` and of each layer on this rank."""
-        each = self.param_bytes * self.in_files(TensorKind.PARAMETERS) / self.num_shards
+        """Bytes of the parameter files of `pre` and of each layer on this rank. A run has a share of the parameters in memory
+        by whole units, so that each of the others has all of its files."""
+        each = self.param_bytes * (self.in_files(TensorKind.PARAMETERS) > 0) / self.num_shards
         return tuple(elements * each for elements in self._units) if self.files is None else self.files
 
     @property
@@ -221,10 +222,10 @@ def outside_elements(shape: ModelShape) -> int:
 
 
 def suf_files(shape: ModelShape) -> float:
-    """Bytes of the parameter files of `suf` on this rank."""
+    """Bytes of the parameter files of `suf` on this rank; as `ModelShape.unit_files`."""
     if shape.suf is not None and shape.suf.files is not None:
         return float(shape.suf.files)
-    return shape.suf_elements * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS) / shape.num_shards
+    return shape.suf_elements * shape.param_bytes * (shape.in_files(TensorKind.PARAMETERS) > 0) / shape.num_shards
 
 
 @dataclass(frozen=True)

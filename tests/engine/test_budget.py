@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import base_config, read_weights, running, small_buffers, start_process_group
+from harness import base_config, build_engine, dispose, read_weights, running, small_buffers, start_process_group
 from models import MixerModel, token_batches
 from pages import resident_pages
 from places import ROOT
@@ -88,6 +88,29 @@ def test_the_budget_is_what_is_allocated(tmp_path: Path, settings: dict[str, Any
         if forecast.terms.held_share == 1:
             assert items["gradients"] == 4 * sum(param.ds_numel for param in model.parameters())
         assert 0 < status("VmLck") - locked <= (items["parameter buffers"] + sum(slots)) / 1024 + 4 * (len(slots) + 9)
+
+
+@pytest.mark.parametrize("max_in_cpu", [600_000, 2_300_000])
+def test_max_in_cpu_is_of_all_groups_of_the_optimizer_together(tmp_path: Path, max_in_cpu: int) -> None:
+    """As stock lays them out, which gives the first group as much of it as that has."""
+    from ds_vertical.engine.memory_check import Forecast, groups_of
+
+    def groups(model: Any) -> list[dict[str, Any]]:
+        first = [*model.blocks[0].parameters(), *model.blocks[1].parameters()]
+        ids = set(map(id, first))
+        return [{"params": first}, {"params": [p for p in model.parameters() if id(p) not in ids]}]
+
+    config = small_buffers(base_config(tmp_path, dtype="fp32", clip=0.0, max_in_cpu=max_in_cpu, sub_group_size=300_001))
+    engine, model = build_engine(config, partial(MixerModel, 5), vertical=True, groups=groups)
+    try:
+        forecast = Forecast(engine.layers, groups_of(model, groups(model), None), config, engine.vertical)
+        assert [list(chunk.params) for chunk in forecast.chunks] == engine.optimizer.fp16_groups
+        items = {item.what: item.num_bytes for item in budget(forecast.shape, forecast.terms)}
+        tiers = bytes_by_tier(engine.layers)
+        assert items["parameters at rest"] == tiers["host"] + tiers["device"] and tiers["ssd"] > 0
+        assert items["parameter buffers"] == engine._params.host_bytes
+    finally:
+        dispose(engine)
 
 
 def test_clipping_that_is_not_written_counts_as_deepspeeds_own(tmp_path: Path) -> None:

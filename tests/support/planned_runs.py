@@ -81,6 +81,7 @@ class Setting:
     window: int = 1
     delay: float = 1.0
     state_on_ssd: float = 1.0
+    num_ranks: int = 1  # of one host, each with the bytes that are given
 
     @property
     def spec(self) -> ModelSpec:
@@ -89,8 +90,8 @@ class Setting:
     @property
     def task(self) -> Task:
         spec = self.spec
-        tokens = LENGTH * self.num_micro_batches
-        options = {"clip": self.clip, "micro_batch_size": 1, "keep": False}
+        tokens = LENGTH * self.num_micro_batches * self.num_ranks
+        options = {"clip": self.clip, "micro_batch_size": 1, "keep": False, "num_ranks": self.num_ranks}
         return Task(spec, tokens, lambda size: estimated(spec, size, 1e11), **options)
 
     def search(self, host_bytes: float) -> search._Search:

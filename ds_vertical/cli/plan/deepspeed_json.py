@@ -36,7 +36,7 @@ def write_config(candidate: Candidate, spec: ModelSpec, training: TrainingOption
     precision = {"bf16": {"enabled": spec.dtype == "bf16"}}
     if spec.dtype == "fp16":
         precision |= {"fp16": {"enabled": True}}
-    zero = _zero(choice, spec, training)
+    zero = _zero(choice, spec, training, candidate.shape.num_shards)
     spread = len(training.nvme_paths) > 1 and "nvme_path" in zero["offload_param"] | zero["offload_optimizer"]
     paths = {"nvme_paths": list(training.nvme_paths)} if spread else {}
     return {
@@ -89,7 +89,7 @@ def _activations(choice: Choice) -> JsonObject:
     return {"device": Tier.HOST.value, "share": host} if host else {"device": Tier.DEVICE.value}
 
 
-def _zero(choice: Choice, spec: ModelSpec, training: TrainingOptions) -> JsonObject:
+def _zero(choice: Choice, spec: ModelSpec, training: TrainingOptions, num_ranks: int) -> JsonObject:
     largest, elements, locked = spec.largest_parameter, spec.num_elements, training.locked
     in_host = choice.placement.share(TensorKind.PARAMETERS, Tier.HOST)
     everything = in_host > 1 - 1e-6
@@ -100,7 +100,7 @@ def _zero(choice: Choice, spec: ModelSpec, training: TrainingOptions) -> JsonObj
             "nvme_path": training.nvme_paths[0],
             "buffer_count": 8 if largest >= _LARGE else 32,
             "buffer_size": largest,
-            "max_in_cpu": int(in_host * elements),
+            "max_in_cpu": int(in_host * elements / num_ranks),  # of each rank's shards
         }
     state_tier = Tier.SSD if choice.placement.share(TensorKind.STATE, Tier.SSD) else Tier.HOST
     state: JsonObject = {"device": OFFLOAD_DEVICES[state_tier], "pin_memory": locked}

@@ -12,10 +12,13 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from planned_runs import BASELINE, CPU, MODELS, Setting, limits, planned_bytes, run_bytes
 
+from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.engine import memory_check
-from ds_vertical.planner.candidate import fits
-from ds_vertical.planner.linear_program import solve
+from ds_vertical.planner.candidate import Candidate, fits
+from ds_vertical.planner.linear_program import solve, tier_bytes
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.search import PlanError, choose
+from ds_vertical.types import TensorKind, Tier
 
 MIB = 1 << 20
 NO_ROOM = (0, BASELINE)
@@ -148,6 +151,65 @@ def test_a_set_up_that_takes_more_than_the_steps_is_planned_for() -> None:
     for setup, has_room in ((room - 64 * MIB, True), (room + MIB, False)):
         case = replace(found.case, limits=limits(room), setup_bytes=setup)
         assert (solve(case) is not None) == fits(replace(found, case=case)) == has_room
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_a_share_of_the_parameters_in_host_memory_is_of_each_ranks_shards(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    """The first units rest there whole. The others' buffers are as large as without them."""
+    setting = Setting("gpt", "bf16", 1.0, 2, num_ranks=num_ranks)
+    found = setting.candidate(4e9)
+    assert found is not None
+    placement = found.choice.placement.with_shares(TensorKind.PARAMETERS, {Tier.SSD: 0.5})
+    case = replace(found.case, shape=replace(found.shape, placement=placement))
+    found = replace(found, choice=replace(found.choice, placement=placement), case=case)
+    monkeypatch.setattr(distributed_ranks, "world_size", lambda: num_ranks)
+    forecast = setting.forecast(setting.config(found, 4e9 * num_ranks))
+    forecast.pairs, forecast.keeps_freed = case.terms.pairs, case.terms.keeps_freed
+    plan, run = planned_bytes(found), run_bytes(forecast)
+    of_rank = 2 * setting.spec.num_elements / num_ranks
+    assert 0.3 * of_rank < run["parameters at rest"] <= plan["parameters at rest"] <= 0.51 * of_rank
+    assert run["parameter buffers"] <= plan["parameter buffers"]
+
+
+def test_a_program_has_all_of_the_parameters_in_host_memory_only_without_buffers_for_them() -> None:
+    """Between none and all of them a share saves no buffers; where all fit that way, they are there."""
+    setting = Setting("llama, many layers", "bf16", 1.0, 2)
+    found = setting.candidate(8e9)
+    assert found is not None and not found.shape.in_files(TensorKind.PARAMETERS)
+    sizes = {on_ssd: _host_bytes(found, on_ssd) for on_ssd in (1.0, 0.5, 0.02, 0.0)}
+    weights = 2 * setting.spec.num_elements
+    assert sizes[0.5] - sizes[1.0] == pytest.approx(0.5 * weights, rel=0.05)
+    assert sizes[0.0] < sizes[0.02] and sizes[0.0] > sizes[1.0]
+    limit = sizes[0.0] / 0.99
+    solved = solve(replace(found.case, shape=_resting(found, 1.0), limits=limits(limit)))
+    assert solved is not None and solved.placement(1.0).share(TensorKind.PARAMETERS, Tier.HOST) == 1.0
+
+
+def _resting(found: Candidate, on_ssd: float) -> ModelShape:
+    return replace(found.shape, placement=found.shape.placement.with_shares(TensorKind.PARAMETERS, {Tier.SSD: on_ssd}))
+
+
+def _host_bytes(found: Candidate, on_ssd: float) -> float:
+    shape = _resting(found, on_ssd)
+    return tier_bytes(replace(found.case, setup_bytes=0.0), shape.placement, Tier.HOST)
+
+
+def test_frozen_parameters_take_no_part_in_a_share_in_host_memory() -> None:
+    """DeepSpeed leaves them on SSD, unless all parameters are in host memory."""
+    setting = Setting("gpt", "bf16", 1.0, 2)
+    found = setting.candidate(2e9)
+    assert found is not None
+    shape = _resting(found, 1.0)
+    trained = (0, *(elements // 10 for elements in shape.layer_elements))
+    adapted = replace(found.case, shape=replace(shape, gradients=trained), fixed={})
+    most = sum(trained) / shape.num_elements
+    for host_bytes in range(800, 2600, 50):
+        solved = solve(replace(adapted, limits=limits(host_bytes * 1e6)))
+        if solved is not None:
+            share = solved.placement(1.0).share(TensorKind.PARAMETERS, Tier.HOST)
+            assert share <= most + 1e-6 or share == 1.0
 
 
 # ---- refusals
