@@ -141,7 +141,7 @@ class Forecast:
         every: tuple[Unit, ...] = (PRE, *range(self._layers.num_layers))  # that every model has; `suf` is counted apart
         file_ids = {id(param) for param in in_files}
         elements = {unit: sum(map(zero_params.full_numel, params)) for unit, params in units.items()}
-        stepped = {id(param) for chunk in self.chunks for param in chunk.params}
+        stepped = shards.stepped
         trained = {u: sum(zero_params.full_numel(p) for p in params if id(p) in stepped) for u, params in units.items()}
         files = {u: sum(shards.file_bytes(p) for p in params if id(p) in file_ids) for u, params in units.items()}
         pre, *layer_elements = (elements[unit] for unit in every)
@@ -230,8 +230,8 @@ class Forecast:
             memory_budget.scaled_gradient(largest_chunk, self._certain),
             *compression_items(self._shards, self._resolved),
             BudgetItem(Tier.HOST, "parameters that stay fp32", self._wide_bytes, "(their dtype)"),
-            *level_items(self._layers, self._resolved, self._param_bytes),
-            *acco_items(self._layers, self._resolved, self._param_bytes),
+            *level_items(self._layers, self._resolved, self._shards),
+            *acco_items(self._layers, self._resolved, self._shards),
         )
 
     @property

@@ -178,14 +178,14 @@ def _small(shape: ModelShape, spec: ModelSpec, least: int) -> SmallTensors:
     shards, blocks = shape.num_shards, len(spec.block_elements)
     sizes = [*blocks * spec.block_sizes, *spec.outside_sizes]
     parameters = sum(size for size in sizes if size // shards * shape.param_bytes < least) // shards
+    of_blocks, of_outside = spec.trained_sizes or (spec.block_sizes, spec.outside_sizes)
     in_block, outside = (
-        sum(size for size in each if size // shards * _FP32_BYTES < least) / shards
-        for each in (spec.block_sizes, spec.outside_sizes)
+        sum(size for size in each if size // shards * _FP32_BYTES < least) / shards for each in (of_blocks, of_outside)
     )
     most: dict[Unit, float] = dict.fromkeys(shape.outside.units, outside)
     most |= {layer: in_block * math.ceil(blocks / shape.num_layers) for layer in range(shape.num_layers)}
     state, is_shared = 0.0, 0 < shape.in_files(TensorKind.STATE) < 1
-    uneven = max(spec.block_sizes, default=0) / shards if is_shared else 0.0  # a run shares whole parameters
+    uneven = max(of_blocks, default=0) / shards if is_shared else 0.0  # a run shares whole parameters
     for unit, small in most.items():
         in_files = state_elements(shape, unit)[0]
         if (in_files - uneven) * _FP32_BYTES < least:
@@ -221,12 +221,12 @@ def stock_setup(state_chunk: int, staged_bytes: int, resting: int) -> int:
 
 
 def halves_items(
-    num_elements: int, param_bytes: int, gradient_bytes: int, num_ranks: int, copy_ranks: int
+    num_elements: int, stepped: int, param_bytes: int, gradient_bytes: int, num_ranks: int, copy_ranks: int
 ) -> tuple[BudgetItem, ...]:
     """What a rank needs besides where a step has two halves (`schedule.halves`): two copies of the weights, shared by
     `copy_ranks` ranks, and this rank's shares of the predicted weights (`engine.acco.prediction`, [Note: two predictions]) and
-    of the first half's gradients. `num_elements`: of the model."""
-    own, acco = -(-num_elements // num_ranks), "vertical_schedule.acco"
+    of the first half's gradients. `num_elements`: of the model; `stepped`: of what of it is trained."""
+    own, acco = -(-stepped // num_ranks), "vertical_schedule.acco"
     copies = -(-2 * num_elements * param_bytes // copy_ranks)
     return (
         BudgetItem(Tier.DEVICE, "two copies of the weights", copies, f"{acco}.copies"),

@@ -283,7 +283,8 @@ class ModelSpec:
     and `head_frozen_flops`: of the forward's operations, those with weights that are not trained. `menus`: what each kind of
     block may keep for its backward. `suf`: of the elements outside the blocks, those that the suffix alone uses (null: none are
     known to be such); `apart`: the units outside the layers that may be away (`layers`, [Note: two ends]). `block_sizes`:
-    elements of each parameter of the largest block, `outside_sizes`: of each outside the blocks (none: no parameter is small).
+    elements of each parameter of the largest block, `outside_sizes`: of each outside the blocks (none: no parameter is small);
+    `trained_sizes`: both, of those that are trained, and of the block that has most of them (None: all).
     `ends_in_turn`: whether the forwards' sources show that nothing but the suffix uses `suf`. `made_by_products`: whether
     all large gradients are made by matrix products or lookups. `sums_in_fp32`: whether kernels of the host sum a gradient in a
     copy in fp32.
@@ -309,6 +310,7 @@ class ModelSpec:
     apart: tuple[Unit, ...] = ()
     block_sizes: tuple[int, ...] = ()
     outside_sizes: tuple[int, ...] = ()
+    trained_sizes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     ends_in_turn: bool = False
     made_by_products: bool = False
     sums_in_fp32: bool = True

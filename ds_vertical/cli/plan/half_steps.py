@@ -102,7 +102,8 @@ def _in_memory(placement: Placement) -> Placement:
 def _short(half: HalfStep, network: Network, sharing: int) -> TierBytes:
     """The budget has the copies among what acco takes besides, and not among the levels'."""
     shape = replace(half.shape, network=replace(network, levels=False, copy_ranks=None, sum_ranks=None))
-    own = memory_budget.halves_items(shape.num_elements, shape.param_bytes, shape.gradient_bytes, network.num_ranks, sharing)
+    sizes = shape.num_elements, shape.stepped_elements
+    own = memory_budget.halves_items(*sizes, shape.param_bytes, shape.gradient_bytes, network.num_ranks, sharing)
     case = replace(half.case, shape=shape, further=(*half.case.further, *own))
     needed = {tier: linear_program.tier_bytes(case, shape.placement, tier) for tier in half.case.limits}
     limits = ((tier, limit) for tier, limit in half.case.limits.items() if limit is not None)

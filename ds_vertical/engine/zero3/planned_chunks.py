@@ -72,6 +72,11 @@ class PlannedShards:
         return -(-num_bytes // alignment) * alignment
 
     @property
+    def stepped(self) -> frozenset[int]:
+        """By id the parameters that the optimizer steps."""
+        return frozenset(id(param) for chunk in self.chunks for param in chunk.params)
+
+    @property
     def in_files(self) -> list[nn.Parameter]:
         """Parameters that rest on SSD."""
         moved = {id(param) for chunk in self.chunks if not chunk.params_in_files for param in chunk.params}

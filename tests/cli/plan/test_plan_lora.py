@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from harness import base_config, start_process_group
+from torch import nn
 
 from ds_vertical.cli.plan.fake_run import Lora, read_spec
+from ds_vertical.config.resolve import resolve
+from ds_vertical.config.section import load_section
+from ds_vertical.engine.memory_check import Forecast, groups_of
 from ds_vertical.errors import ConfigError
+from ds_vertical.model.layers import map_layers
 from ds_vertical.planner import memory_budget
+from ds_vertical.planner.candidate import with_state_in_memory
 from ds_vertical.planner.model_shape import Division, estimated, shape_of
 from ds_vertical.types import Placement
 
@@ -27,6 +36,8 @@ LLAMA_7B: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
 }
+SMALL = LLAMA_7B | {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
+SMALL |= {"num_key_value_heads": 16, "vocab_size": 4000}
 
 
 @pytest.mark.slow
@@ -46,6 +57,37 @@ def test_a_7b_models_adapters_alone_have_state_gradients_and_writes(rank: int, t
     assert items["parameter buffers"] == buffers
     assert shape.working_bytes < 2 * adapters + 2 * VOCAB * HIDDEN + GIB
     assert sum(items.values()) < 4 * GIB
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
+def test_a_share_of_the_adapters_state_is_what_a_run_has_in_host_memory(tmp_path: Path, share: float) -> None:
+    """Frozen matrices of a block are larger than all of its adapters; how a run shares those says nothing of these."""
+    spec = read_spec("llama", SMALL, LENGTH, "bf16", Lora(128))
+    shape = shape_of(spec, estimated(spec, 1, 1e12), Division(1))
+    shape = memory_budget.as_run(with_state_in_memory(shape, share), spec, one_memory=True, least_file_bytes=1 << 20)
+    terms = memory_budget.BudgetTerms(16, 1, one_memory=True, shares_state=True)
+    planned = {item.what: item.num_bytes for item in memory_budget.budget(shape, terms)}
+    start_process_group()
+    config = base_config(tmp_path, num_micro_batches=16, sub_group_size=8_000_000, section={"optimizer_host_share": share})
+    section = load_section(config)
+    assert section is not None
+    model = adapted_llama()
+    forecast = Forecast(map_layers(model), groups_of(model, None, None), config, resolve(section, 0))
+    run = {item.what: item.num_bytes for item in memory_budget.budget(forecast.shape, forecast.terms)}
+    state = 12 * spec.trained_elements
+    assert state == 12 * forecast.shape.stepped_elements
+    assert run.get("optimizer state at rest", 0) <= planned.get("optimizer state at rest", 0) + 4096
+    assert planned.get("optimizer state at rest", 0) <= min(share * state + state / 8, state) * 1.001
+    assert run["gradients"] == planned["gradients"] == 4 * spec.trained_elements
+
+
+def adapted_llama() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SMALL)).to(torch.bfloat16)
+        return get_peft_model(model, LoraConfig(r=128, target_modules=["q_proj", "v_proj"]), autocast_adapter_dtype=False)
 
 
 @pytest.mark.slow
