@@ -41,12 +41,13 @@ from ds_vertical.engine.autotune import (
     settle_read_ahead,
     spared,
 )
+from ds_vertical.engine.budget.room import host_room
 from ds_vertical.engine.engine import VerticalEngine
 from ds_vertical.engine.integrations.pretrained import write_full_weights
 from ds_vertical.engine.integrations.stock_calls import StockCalls
 from ds_vertical.engine.keeping.keeping import check_room
 from ds_vertical.engine.keeping.planner import KeepPlanner, open_choice
-from ds_vertical.engine.memory_check import Forecast, check_memory, groups_of, host_room, read_ahead_bytes
+from ds_vertical.engine.memory_check import Forecast, check_memory, groups_of, read_ahead_bytes
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.signals import leave_on_sigterm
 from ds_vertical.engine.train_loop import TrainLoop
@@ -382,7 +383,8 @@ def _budget_of(forecast: Forecast, host_bytes: int, left: int, planner: KeepPlan
     counted = tuple(item for item in memory_budget.budget(shape, terms, forecast.further(0)) if item.tier is Tier.DEVICE)
     needed, room = host_bytes + read_ahead_bytes(forecast), left - read_ahead_bytes(forecast)
     is_short = not forecast.keeps_freed or (is_limited and room < max(kept, behind) + SPARE_SHARE * needed)
-    return HostBudget(needed, kept, left, behind, planner, forecast.pairs, forecast.keeps_freed, is_short, counted)
+    settled = forecast.pairs, forecast.keeps_freed, is_short
+    return HostBudget(needed, kept, left, behind, planner, *settled, counted, forecast.fewer)
 
 
 def _start_ranks(resolved: RunSettings, config: DeepSpeedJson) -> ElasticCounts | None:

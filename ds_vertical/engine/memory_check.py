@@ -15,12 +15,13 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ds_vertical.compat import accelerator, gradient_norm, stock_config, swap_buffers, zero_params
+from ds_vertical.compat import accelerator, gradient_norm, stock_config, zero_params
 from ds_vertical.config.file import DeepSpeedJson, num_micro_batches
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.engine.budget.freed import freed_bytes
 from ds_vertical.engine.budget.further import acco_items, compression_items, level_items
+from ds_vertical.engine.budget.room import host_room
 from ds_vertical.engine.zero3.chunks import REDUCED_TOGETHER
 from ds_vertical.engine.zero3.planned_chunks import PlannedChunk, PlannedShards
 from ds_vertical.errors import MemoryBudgetError
@@ -30,6 +31,8 @@ from ds_vertical.offload.chunking import ALIGNMENT, FP32_BYTES, boundary, split_
 from ds_vertical.offload.masters.compressed import low_file_bytes, value_bytes
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
+from ds_vertical.planner.budget.check import check_budget
+from ds_vertical.planner.budget.fewer import FewerMicroBatches
 from ds_vertical.planner.memory_budget import STATE_SHARE, STATE_SHARES, USED_BY_READING, BudgetItem, BudgetTerms
 from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.schedule.events import Unit
@@ -43,7 +46,7 @@ _HOLES, _MOST_HOLES = 0.05, 128 << 20
 _SHARES: Final = (0.75, 0.5, 0.25, 0.0)
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
 
-_Room = tuple[int, int]  # see `host_room`
+_Room = tuple[int, int]  # see `room.host_room`
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,7 @@ class Forecast:
         self.ahead = 0  # slots for state that is read before the norm, once all else is known
         self.most_ahead: int | None = None  # of these, that open files allow; None: any number
         self.why_ahead = ""
-        self._num_micro_batches = num_micro_batches(config, self._shards.num_shards)
-        if resolved.elastic is not None:  # a rank may bring more than the JSON has for each
-            self._num_micro_batches = resolved.elastic.most_of(self._num_micro_batches, self._shards.num_shards)
+        self.fewer = _fewer(config, resolved, self._shards.num_shards)
         self.micro_batch_size = int(config.get("train_micro_batch_size_per_gpu") or 1)
 
     @property
@@ -180,7 +181,7 @@ class Forecast:
     def terms(self) -> BudgetTerms:
         """How the run uses memory: its micro-batches, buffers and slots."""
         return BudgetTerms(
-            self._num_micro_batches,
+            self.fewer.most,  # with `elastic` a rank may bring more than the JSON has for each
             self._resolved.prefetch_layers,
             slots=memory_budget.num_slots(len(self._piece_bytes), self._resolved.overlap),
             held_share=self._held_share,
@@ -194,12 +195,12 @@ class Forecast:
     @property
     def waits_for_no_pair(self) -> bool:
         """Whether memory keeps gradients from waiting that otherwise would."""
-        in_turn = self._resolved.order != "vertical" or self._num_micro_batches == 1
+        in_turn = self._resolved.order != "vertical" or self.fewer.most == 1
         return self._one_memory and not (in_turn or self.pairs)
 
     def paired(self, room: tuple[int, int]) -> Forecast:
         """This forecast, with gradients that wait for the next micro-batch's, and freed memory kept, only where these fit.
-        `room`: see `host_room`."""
+        `room`: see `room.host_room`."""
         (allowed, baseline), shape = room, self.shape
         further = self.further(baseline)
 
@@ -298,22 +299,11 @@ def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[l
     return [[param for param in group if param.requires_grad] for group in listed]
 
 
-def host_room(params: Iterable[nn.Parameter], limit: int | None) -> tuple[int, int]:
-    """(bytes of host memory that this rank may take in all, those that it takes beside its parameters). `limit`: see
-    `check_memory`. Gives the pages of zero.Init's buffers back first, and of what was freed while the model was built.
-    Collective."""
-    held = list(params)
-    swap_buffers.rest_stock_buffers(held)
-    host.trim()
-    if distributed_ranks.world_size() > 1:
-        distributed_ranks.is_true_on_all_ranks(True)  # what is free is measured once all of this host's have given theirs back
-    allowed = machine_room() if limit is None else limit // distributed_ranks.ranks_on_this_host()
-    return allowed, max(0, host.resident_bytes() - swap_buffers.bytes_in_memory(held))
-
-
-def machine_room() -> int:
-    """Bytes of host memory that this rank may take in all by what the machine has free now, whatever the JSON says."""
-    return host.resident_bytes() + host.available_bytes() // distributed_ranks.ranks_on_this_host()
+def _fewer(config: DeepSpeedJson, resolved: RunSettings, num_ranks: int) -> FewerMicroBatches:
+    batch, halves = config.get("train_batch_size"), resolved.acco is not None
+    is_derived = not isinstance(config.get("gradient_accumulation_steps"), int)
+    counted = num_micro_batches(config, num_ranks), num_ranks, resolved.elastic
+    return FewerMicroBatches(*counted, halves, batch if isinstance(batch, int) else None, is_derived)
 
 
 def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int | None) -> tuple[list[str], int, int]:
@@ -467,7 +457,7 @@ def _fault(forecast: Forecast, room: _Room, limit: int | None, ranks: int) -> st
     shape, terms, further, setup = forecast.shape, forecast.terms, forecast.further(baseline), baseline + forecast.setup_bytes
     limits = {Tier.HOST: allowed, Tier.DEVICE: accelerator.free_device_bytes()}
     try:
-        memory_budget.check_budget(shape, terms, further, limits, setup)
+        check_budget(shape, terms, further, limits, setup, forecast.fewer)
     except MemoryBudgetError as error:
         needed = max(memory_budget.total_bytes(memory_budget.budget(shape, terms, further), Tier.HOST), setup)
         if needed <= allowed:

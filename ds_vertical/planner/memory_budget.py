@@ -33,14 +33,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
-from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.planner.model_shape import ModelShape, ModelSpec, SmallTensors, state_elements, state_file_bytes, suf_files
 from ds_vertical.planner.network import is_rounded, sent_over_levels
 from ds_vertical.schedule.events import LEAD, MAX_STEPS
-from ds_vertical.types import NORM_COPIED, NORM_ELEMENTS, PRE, SUF, TensorKind, Tier, TierBytes, Unit
+from ds_vertical.types import NORM_COPIED, NORM_ELEMENTS, PRE, SUF, TensorKind, Tier, Unit
 
 SLOTS: Final = 4  # pieces of state in the optimizer's pipeline at a time
 PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
@@ -61,11 +59,6 @@ LEAVING: Final = "gradients on their way"
 _KEEP: Final = "vertical_schedule.activations.keep"
 _LEVELS: Final = "zero_optimization.zero_hpz_partition_size"
 _IN_FLIGHT: Final = f"(up to {SLOTS} pieces; one without overlap)"
-_KNOBS: Final = (
-    # field of BudgetTerms, JSON path, least value
-    ("window", "vertical_schedule.prefetch_layers", 0),
-    ("num_micro_batches", "gradient_accumulation_steps", 1),
-)
 
 
 def waiting_share(delay: float, state_in_files: float) -> float:
@@ -433,68 +426,3 @@ def budget_lines(items: tuple[BudgetItem, ...]) -> list[str]:
             lines.append(f"{tier:<8}{item.what:<28}{item.num_bytes / 2**20:>12.1f}  {item.key}")
         lines.append(f"{tier:<8}{'total':<28}{total_bytes(items, tier) / 2**20:>12.1f}")
     return lines
-
-
-def check_budget(
-    shape: ModelShape,
-    terms: BudgetTerms,
-    further: tuple[BudgetItem, ...] = (),
-    limits: TierBytes = MappingProxyType({}),
-    setup_bytes: int = 0,
-) -> tuple[BudgetItem, ...]:
-    """The budget, if each tier's items fit into the bytes of `limits` (a tier without any is not checked). `setup_bytes`: of
-    host memory in all while stock's optimizer is set up. Raises MemoryBudgetError for all tiers at once."""
-    items = with_setup(budget(shape, terms, further), setup_bytes)
-    found = [
-        _Overrun(shape, terms, further, tier, limit, setup_bytes)
-        for tier, limit in limits.items()
-        if limit is not None and total_bytes(items, tier) > limit
-    ]
-    if found:
-        raise MemoryBudgetError("\n".join([*(overrun.fault() for overrun in found), *budget_lines(items)]))
-    return items
-
-
-@dataclass(frozen=True)
-class _Overrun:
-    """A tier that has fewer bytes, `limit`, than a run needs of it."""
-
-    shape: ModelShape
-    terms: BudgetTerms
-    further: tuple[BudgetItem, ...]
-    tier: Tier
-    limit: float
-    setup_bytes: int
-
-    def items(self, terms: BudgetTerms) -> tuple[BudgetItem, ...]:
-        """What the run needs with `terms`."""
-        return with_setup(budget(self.shape, terms, self.further), self.setup_bytes)
-
-    def needed(self, terms: BudgetTerms) -> int:
-        """Bytes of the tier that the run needs with `terms`."""
-        return total_bytes(self.items(terms), self.tier)
-
-    def fault(self) -> str:
-        """The message: bytes needed and allowed, and each number in the JSON whose change alone makes the run fit."""
-        needed = self.needed(self.terms)
-        fitting = [(key, name, self._fitting(name, least)) for name, key, least in _KNOBS]
-        remedies = [f'"{key}": {value} (now {getattr(self.terms, name)})' for key, name, value in fitting if value is not None]
-        remedy = f"write {' or '.join(remedies)}" if remedies else self._advice()
-        items = [item for item in self.items(self.terms) if item.tier == self.tier]
-        most = max(items, key=lambda item: (item.key != MEASURED_KEY, item.num_bytes))  # of what a JSON can change
-        short = f"{needed - self.limit} too few (most is {most.what}: {most.num_bytes})"
-        return f"{self.tier} memory: needs {needed} bytes, {self.limit} are allowed, {short}; {remedy}"
-
-    def _advice(self) -> str:
-        """What is left where no number alone is enough."""
-        smallest = dataclasses.replace(self.terms, **{name: least for name, _, least in _KNOBS})
-        together = " and ".join(f'"{key}": {least}' for _, key, least in _KNOBS)
-        needed = self.needed(smallest)
-        return f"write {together}" if needed <= self.limit else f"{together} would need {needed}, too many as well"
-
-    def _fitting(self, name: str, least: int) -> int | None:
-        """The largest value of one term, below the present one, with which the tier fits."""
-        for value in range(getattr(self.terms, name) - 1, least - 1, -1):
-            if self.needed(dataclasses.replace(self.terms, **{name: value})) <= self.limit:
-                return value
-        return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.planner.budget.check import check_budget
 from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint
 from ds_vertical.planner.linear_program import LpProblem, tier_bytes
 from ds_vertical.planner.machine import Machine
@@ -17,7 +18,6 @@ from ds_vertical.planner.memory_budget import (
     BudgetTerms,
     budget,
     budget_lines,
-    check_budget,
     kept_bytes,
     reduce_bytes,
     ssd_items,

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from harness import base_config, start_process_group
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
-from planned_runs import BASELINE, CPU, MODELS, Setting, limits, planned_bytes, run_bytes
+from planned_runs import BASELINE, CPU, MODELS, Setting, forecast_of, limits, planned_bytes, run_bytes
 
 from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.engine import memory_check
@@ -266,6 +267,56 @@ def test_every_number_that_initialize_advises_makes_the_run_fit(
         other = setting.forecast(_changed(config, path, float(value) if "." in value else int(value)))
         limit = int(value) if path.endswith("host_memory_bytes") else allowed
         assert memory_check._fault(other.paired((limit, BASELINE)), (limit, BASELINE), limit, 1) is None, (path, value)
+
+
+@pytest.mark.parametrize(
+    ("section", "top", "advised"),
+    [
+        ({}, {}, [("gradient_accumulation_steps", 1)]),
+        ({}, {"train_batch_size": 32}, [("gradient_accumulation_steps", 1), ("train_batch_size", 4)]),
+        (
+            {"elastic": {}},
+            {},
+            [("vertical_schedule.elastic.total", 4), ("vertical_schedule.elastic.max_micro_batches", 1)],
+        ),
+        ({"elastic": {"min_micro_batches": 2}}, {}, []),
+        ({"acco": {}}, {}, []),
+    ],
+    ids=str,
+)
+def test_fewer_micro_batches_are_advised_as_the_run_takes_them(
+    monkeypatch: pytest.MonkeyPatch, section: dict[str, Any], top: dict[str, Any], advised: list[tuple[str, int]]
+) -> None:
+    """With several ranks those of one micro-batch need no sums. `elastic` has others keys for it, two halves have none."""
+    start_process_group()
+    monkeypatch.setattr(distributed_ranks, "world_size", lambda: 4)
+
+    def forecast(**changed: Any) -> memory_check.Forecast:
+        config = base_config("/ssd", num_micro_batches=8, params="cpu", optimizer="cpu", section={"prefetch_layers": 0})
+        config["vertical_schedule"] |= section
+        return forecast_of("gpt", "bf16", config | top | changed).paired(NO_ROOM)
+
+    least = sum(run_bytes(forecast(**advised_in(section, advised))).values())
+    room = (least + MIB, BASELINE)
+    message = memory_check._fault(forecast(), room, None, 1)
+    assert (message is None) == (not advised)
+    if message is not None:
+        first = message.splitlines()[0]
+        assert all(re.search(rf'"{path}": {value} \(now \d+\)', first) for path, value in advised), first
+        assert memory_check._fault(forecast(**advised_in(section, advised)), room, None, 1) is None
+    tight = memory_check._fault(forecast(), (least - 9 * MIB, BASELINE), None, 1)
+    assert tight is not None
+    steps = [int(number) for number in re.findall(r'"gradient_accumulation_steps": (\d+)', tight.splitlines()[0])]
+    assert "elastic" not in section or not steps, "they say only what the ranks' numbers add up to"
+    assert "acco" not in section or not any(number % 2 for number in steps)
+
+
+def advised_in(section: dict[str, Any], advised: list[tuple[str, int]]) -> dict[str, Any]:
+    """The keys of a JSON that follows the advice."""
+    found: dict[str, Any] = {path: value for path, value in advised if "." not in path}
+    own = {path.rpartition(".")[2]: value for path, value in advised if "." in path}
+    made = {"prefetch_layers": 0} | section | ({"elastic": section["elastic"] | own} if own else {})
+    return found | {"vertical_schedule": made}
 
 
 def test_a_chunk_that_makes_the_set_up_too_large_is_what_the_advice_is_about() -> None:
