@@ -38,6 +38,7 @@ class OffloadSettings:
     least_bytes: int  # smaller shards stay in memory
     largest_persistent: int  # of the parameters that stay on the device, if `all_persistent` is not reached
     all_persistent: int
+    init_buffers: int = 0  # of zero.Init, for parameters in files
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> OffloadSettings:
@@ -54,6 +55,7 @@ class OffloadSettings:
             max(MIN_AIO_BYTES, aio["block_size"]),
             int(zero.param_persistence_threshold),
             int(zero.model_persistence_threshold),
+            int(param.buffer_count) if param is not None and IN_FILES[params_tier] else 0,
         )
 
     @property
@@ -97,6 +99,12 @@ def locked_by_zero_init(config: dict[str, Any]) -> int:
         return 0
     width, alignment = 2 if wants_half(config) else 4, OffloadSettings.read(config).alignment_bytes
     return int(param.buffer_count) * -(-int(param.buffer_size) * width // alignment) * alignment
+
+
+def fills_buffers_at_setup(config: Mapping[str, Any]) -> bool:
+    """Whether stock's optimizer reads parameters into all of zero.Init's buffers while it is set up."""
+    offload = DeepSpeedZeroConfig(**config.get("zero_optimization", {})).offload_optimizer
+    return offload is not None and offload.device == OffloadDeviceEnum.nvme and bool(offload.fast_init)
 
 
 def buffers_of_zero_init(config: dict[str, Any], lockable: int) -> tuple[int, int, int]:

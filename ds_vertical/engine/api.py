@@ -42,6 +42,7 @@ from ds_vertical.engine.autotune import (
     spared,
 )
 from ds_vertical.engine.budget.room import host_room
+from ds_vertical.engine.budget.zero_init import tight_buffers
 from ds_vertical.engine.engine import VerticalEngine
 from ds_vertical.engine.integrations.pretrained import write_full_weights
 from ds_vertical.engine.integrations.stock_calls import StockCalls
@@ -208,6 +209,15 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
 
     Raises ConfigError (the JSON path, the value, what to write) and StorageError (the folder is in use).
     """
+    prepared = _prepare(config)
+    section = load_section(prepared)
+    if section is not None and section.enabled:
+        for line in tight_buffers(prepared, section.host_memory_bytes):
+            accelerator.log(f"ds_vertical: {line}")
+    return prepared
+
+
+def _prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     raw = _with_levels(read_config(config))
     preflight.check_process(nvme_paths(raw))
     section = load_section(raw)
@@ -352,7 +362,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, begun: l
     check_room(resolved.activations, host_bytes, left)
     resolved = settle_read_ahead(section, resolved, forecast)
     needs += [*disk_check.check_disk(forecast, config, resolved), *late_copies(section, resolved, forecast.timing)]
-    prepared = prepare(config)
+    prepared = _prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         accelerator.log(f"ds_vertical: {line}")
     budget = _budget_of(forecast, host_bytes, left, planner, resolved.host_memory_bytes is not None)

@@ -22,6 +22,7 @@ from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.engine.budget.freed import freed_bytes
 from ds_vertical.engine.budget.further import acco_items, compression_items, level_items
 from ds_vertical.engine.budget.room import host_room
+from ds_vertical.engine.budget.zero_init import with_buffers
 from ds_vertical.engine.zero3.chunks import REDUCED_TOGETHER
 from ds_vertical.engine.zero3.planned_chunks import PlannedChunk, PlannedShards
 from ds_vertical.errors import MemoryBudgetError
@@ -33,6 +34,7 @@ from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.budget.check import check_budget
 from ds_vertical.planner.budget.fewer import FewerMicroBatches
+from ds_vertical.planner.budget.zero_init import LEAST_BUFFERS
 from ds_vertical.planner.memory_budget import STATE_SHARE, STATE_SHARES, USED_BY_READING, BudgetItem, BudgetTerms
 from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.schedule.events import Unit
@@ -79,7 +81,7 @@ class Forecast:
     ) -> None:
         self._layers = layers
         self._resolved = resolved
-        self._json = stock_config.OffloadSettings.read(config)
+        self._json, self._config = stock_config.OffloadSettings.read(config), config
         self.host_share = resolved.optimizer_host_share if self._json.state_in_files else 0.0
         self.changed: Callable[[str, float], Forecast] = lambda path, value: Forecast(
             layers, groups, *_with_key(config, resolved, path, value)
@@ -245,12 +247,12 @@ class Forecast:
 
     @property
     def setup_bytes(self) -> int:
-        """What stock's buffers and copies take while its optimizer is set up, before there are buffers of ours."""
+        """What stock's buffers and copies take until its optimizer has been set up, before there are buffers of ours."""
         of_all = self.chunks if self._json.state_in_files else ()  # stock's buffers are as large as the largest of all chunks
         state = max((chunk.numel for chunk in of_all), default=0)
         staged = max((chunk.numel for chunk in self.chunks if chunk.params_in_files), default=0) * self._param_bytes
         resting = sum(chunk.numel for chunk in of_all if not chunk.state_in_files)  # masters, and stock's zeroed gradients
-        return memory_budget.stock_setup(state, staged, resting)
+        return with_buffers(self.params, self._config, memory_budget.stock_setup(state, staged, resting))
 
     # ---- sizes
 
@@ -424,6 +426,8 @@ def _mending(forecast: Forecast, room: _Room) -> list[str]:
     resolved, sub_group = forecast._resolved, forecast._json.sub_group_size
     halves = [sub_group >> n for n in range(1, sub_group.bit_length())]
     tried: list[tuple[str, float, Sequence[float]]] = [(memory_budget.SUB_GROUP, sub_group, halves)]
+    if (buffers := forecast._json.init_buffers) > LEAST_BUFFERS:
+        tried.append((memory_budget.INIT_BUFFERS, buffers, range(buffers - 1, LEAST_BUFFERS - 1, -1)))
     if forecast.state_in_files and not resolved.keep_gradients:
         tried.append((f"{SECTION}.gradient_host_share", resolved.gradient_host_share, _SHARES))
     if forecast.timing.possible and forecast.timing.certain:
@@ -480,10 +484,15 @@ def _headroom(needed: int, baseline: int) -> float:
 
 def _with_key(config: DeepSpeedJson, resolved: RunSettings, path: str, value: float) -> tuple[DeepSpeedJson, RunSettings]:
     """The JSON and the settings with another number at a path: of the section, or of DeepSpeed's `zero_optimization`."""
-    section, key = path.split(".")
+    section, *keys = path.split(".")
     if section == SECTION:
-        return config, replace(resolved, **{key: value})
-    return {**config, section: {**config[section], key: value}}, resolved
+        return config, replace(resolved, **{keys[0]: value})
+    return _replaced(config, [section, *keys], value), resolved
+
+
+def _replaced(section: DeepSpeedJson, keys: Sequence[str], value: float) -> DeepSpeedJson:
+    key, *inner = keys
+    return {**section, key: _replaced(section.get(key) or {}, inner, value) if inner else value}
 
 
 def _share(value: float) -> float:

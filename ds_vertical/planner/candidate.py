@@ -227,8 +227,11 @@ class Candidate:
     @property
     def items(self) -> tuple[memory_budget.BudgetItem, ...]:
         """The memory budget, and what rests on this rank's SSD."""
-        in_memory = memory_budget.budget(self.shape, self.case.terms, self.case.further)
-        return memory_budget.with_setup(in_memory, self.case.setup_bytes) + memory_budget.ssd_items(self.shape, self.case.terms)
+        build = self.case.build_bytes if self.shape.in_files(TensorKind.PARAMETERS) else 0.0
+        items = memory_budget.budget(self.shape, self.case.terms, self.case.further)
+        return memory_budget.with_setup(items, self.case.setup_bytes, build) + memory_budget.ssd_items(
+            self.shape, self.case.terms
+        )
 
     @property
     def ssd_bytes(self) -> float:

@@ -114,7 +114,8 @@ class LpProblem:
     `limits`: bytes per tier on this rank's part of the machine. `early`: the rest beside the delayed share is stepped in the
     backward; otherwise every gradient waits for the norm, and all steps come in the next forward. `menu`: what a layer may keep
     of its forward; `keep_tiers`: where; `keep_share`: of the cells, those that keep (None: as many as pays). `fixed`: shares
-    that are given, by name. `setup_bytes`: of host memory, while stock's optimizer is set up.
+    that are given, by name. `setup_bytes`: of host memory, while stock's optimizer is set up; `build_bytes`: while the model is
+    built, where any parameters are to be on SSD.
     """
 
     shape: ModelShape
@@ -129,6 +130,7 @@ class LpProblem:
     keep_share: float | None = None
     fixed: Mapping[str, float] = field(default_factory=dict)
     setup_bytes: float = 0.0
+    build_bytes: float = 0.0
 
     @cached_property
     def kept(self) -> Mapping[str, tuple[PolicyPoint, Tier]]:
@@ -465,8 +467,9 @@ def _memory_rows(case: LpProblem, spare: float = 0.0) -> Iterator[Constraint]:
         row = each | _kept_bytes(case, *_counted_in(tier, case.machine.one_memory))
         base += _kept_buffers(case, tier)
         yield Constraint(f"{tier} memory", row, limit * (1 - spare) - base, max(1.0, abs(limit)))
-        if tier is Tier.HOST and case.setup_bytes:
-            yield Constraint(f"{tier} memory at set-up", {}, limit * (1 - spare) - case.setup_bytes, max(1.0, abs(limit)))
+        ahead = ahead_bytes(case, case.shape.in_files(TensorKind.PARAMETERS) > 0 and not settled)
+        if tier is Tier.HOST and ahead:
+            yield Constraint(f"{tier} memory at set-up", {}, limit * (1 - spare) - ahead, max(1.0, abs(limit)))
 
 
 def _counted_in(tier: Tier, one_memory: bool) -> tuple[Tier, ...]:
@@ -484,4 +487,9 @@ def _kept_buffers(case: LpProblem, tier: Tier) -> float:
 def tier_bytes(problem: LpProblem, placement: Placement, tier: Tier) -> float:
     """Bytes in a tier with things resting as `placement` says, while the most are there."""
     needed = bytes_by_tier(replace(problem.shape, placement=placement), problem.terms, problem.further)[tier]
-    return max(needed, problem.setup_bytes) if tier is Tier.HOST else needed
+    return max(needed, ahead_bytes(problem, placement.in_files(TensorKind.PARAMETERS) > 0)) if tier is Tier.HOST else needed
+
+
+def ahead_bytes(problem: LpProblem, params_in_files: bool) -> float:
+    """Host memory that is taken at a time ahead of the first step."""
+    return max(problem.setup_bytes, problem.build_bytes if params_in_files else 0.0)

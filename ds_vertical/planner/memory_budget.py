@@ -45,6 +45,7 @@ PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
 STOCK_BUFFERS: Final = 4  # what stock needs for its own uses of a chunk of state: master, moments, gradient
 LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
 SUB_GROUP: Final = "zero_optimization.sub_group_size"
+INIT_BUFFERS: Final = "zero_optimization.offload_param.buffer_count"
 _FP32_BYTES: Final = 4
 _LARGE_MODEL: Final = 1_000_000_000  # elements of a model, from which on chunks are large
 MEASURED_KEY: Final = "(measured)"
@@ -200,10 +201,12 @@ def planned_setup(shape: ModelShape, largest_parameter: int, further: tuple[Budg
     return held + (stock_setup(chunk, staged, math.ceil(resting)) if in_files else staged)
 
 
-def with_setup(items: tuple[BudgetItem, ...], setup_bytes: float) -> tuple[BudgetItem, ...]:
-    """`items`, and what the set-up, which takes `setup_bytes` of host memory in all, takes beyond them, if anything."""
-    beyond = round(setup_bytes) - total_bytes(items, Tier.HOST)
-    return (*items, BudgetItem(Tier.HOST, "stock's set-up beyond the rest", beyond, SUB_GROUP)) if beyond > 0 else items
+def with_setup(items: tuple[BudgetItem, ...], setup_bytes: float, build_bytes: float = 0.0) -> tuple[BudgetItem, ...]:
+    """`items`, and what the set-up, which takes `setup_bytes` of host memory in all, takes beyond them, if anything; or, where
+    that is more, what it takes to build the model ahead of it, with `build_bytes` in all."""
+    beyond = round(max(setup_bytes, build_bytes)) - total_bytes(items, Tier.HOST)
+    what, key = ("stock's set-up", SUB_GROUP) if setup_bytes >= build_bytes else ("zero.Init's buffers", INIT_BUFFERS)
+    return (*items, BudgetItem(Tier.HOST, f"{what} beyond the rest", beyond, key)) if beyond > 0 else items
 
 
 def stock_setup(state_chunk: int, staged_bytes: int, resting: int) -> int:

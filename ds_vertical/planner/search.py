@@ -29,6 +29,7 @@ from typing import Final
 
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner.activation_tiers import in_whole_micro_batches
+from ds_vertical.planner.budget.zero_init import ahead_of_steps
 from ds_vertical.planner.candidate import (
     AS_GOOD,
     Candidate,
@@ -150,8 +151,9 @@ def choose(
     task: Task, machine: Machine, limits: TierBytes, further: tuple[memory_budget.BudgetItem, ...] = (_LIBRARIES,)
 ) -> Plan:
     """See [Note: choosing]. `limits`: bytes per tier for one rank. Raises PlanError where no setting fits."""
-    norm = memory_budget.norm_copy(task.spec.largest_parameter, machine.one_memory)
-    search = _Search(task, machine, limits, (*further, norm))
+    search = _Search(
+        task, machine, limits, (*further, memory_budget.norm_copy(task.spec.largest_parameter, machine.one_memory))
+    )
     fitting: list[Candidate] = []
     for window, states in itertools.product((WINDOWS[0], 0), (_STATES, _SHARED_STATES)):
         search = replace(search, window=window, states=states)
@@ -321,8 +323,8 @@ class _Search:
         if seconds is not None and task.keep:
             menu = task.spec.menu(sizes.sequences, sizes.blocks_per_layer, seconds, task.flops_per_byte)
         further = (*self.further, memory_budget.scaled_gradient(math.ceil(memory_budget.largest_unit(shape)), task.certain))
-        setup = memory_budget.planned_setup(shape, task.spec.largest_parameter, self.further)
-        return LpProblem(shape, self.machine, terms, limits, delay, early, further, menu, setup_bytes=setup)
+        ahead = ahead_of_steps(shape, task.spec.largest_parameter, self.further)
+        return LpProblem(shape, self.machine, terms, limits, delay, early, further, menu, **ahead)
 
     def remedies(self, lacking: Mapping[Tier, float]) -> Iterator[str]:
         """What would make some setting fit, each tried: fewer tokens, fewer ranks, more memory where it is `lacking`."""

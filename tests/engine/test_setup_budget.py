@@ -6,26 +6,41 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import base_config
 from places import SUPPORT
+from planned_runs import BASELINE, Setting, limits, planned_bytes
+
+from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
+from ds_vertical.planner.budget.zero_init import build_bytes
+from ds_vertical.planner.candidate import fits
+from ds_vertical.planner.linear_program import solve
+from ds_vertical.types import TensorKind
 
 NUM_LAYERS, WIDTH = 4, 2560
 MATRIX_BYTES = 4 * WIDTH**2
 
 
-def set_up(folder: Path, section: dict[str, Any], **options: Any) -> dict[str, int]:
-    config = base_config(folder / "swap", dtype="fp32", section=section, sub_group_size=4 * WIDTH**2, **options)
+def set_up(folder: Path, section: dict[str, Any], where: str = "under", **zero: Any) -> dict[str, int]:
+    """`where`: the model is built under zero.Init, or outside. `zero`: more of each offload section."""
+    config = base_config(folder / "swap", dtype="fp32", section=section, sub_group_size=4 * WIDTH**2)
     config["zero_optimization"]["offload_param"] |= {"buffer_count": 3, "buffer_size": WIDTH**2}
+    for name, keys in zero.items():
+        config["zero_optimization"][name] |= keys
     (folder / "ds.json").write_text(json.dumps(config))
-    command = [sys.executable, str(SUPPORT / "setup_worker.py"), str(folder / "ds.json"), str(NUM_LAYERS), str(WIDTH)]
+    command = [sys.executable, str(SUPPORT / "setup_worker.py"), str(folder / "ds.json"), str(NUM_LAYERS), str(WIDTH), where]
+    return told_by(command, "setup")
+
+
+def told_by(command: list[str], what: str) -> dict[str, int]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line[2:] for line in done.stdout.splitlines() if line.startswith('@ ["setup"')]
+    (line,) = [line[2:] for line in done.stdout.splitlines() if line.startswith(f'@ ["{what}"')]
     return json.loads(line)[1]
 
 
@@ -45,3 +60,71 @@ def test_setting_up_takes_what_the_budget_says(tmp_path: Path, section: dict[str
     taken = found["peak"] - found["baseline"]
     assert found["setup"] >= least
     assert 0.9 * found["setup"] <= taken <= 1.1 * found["setup"] + (96 << 20), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "zero", "buffers"),
+    [
+        ("outside", {"offload_param": {"buffer_count": 12}}, 12),
+        ("under", {"offload_param": {"buffer_count": 12}}, 0),
+        ("under", {"offload_param": {"buffer_count": 12}, "offload_optimizer": {"fast_init": True}}, 12),
+    ],
+    ids=str,
+)
+def test_buffers_of_zero_init_count_where_they_are_locked_or_filled(
+    tmp_path: Path, where: str, zero: dict[str, Any], buffers: int
+) -> None:
+    """At `initialize`, for a model that comes whole, and where stock's set-up reads into all of them."""
+    found = set_up(tmp_path, {"optimizer_host_share": 0.0}, where, **zero)
+    taken = found["peak"] - found["baseline"]
+    assert found["setup"] >= (8 + buffers) * MATRIX_BYTES
+    assert 0.8 * found["setup"] <= taken <= 1.1 * found["setup"] + (96 << 20), found
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_building_a_planned_model_takes_what_the_plan_counts(tmp_path: Path, pin_memory: bool) -> None:
+    """Zero.Init locks its buffers on the CPU, too, whatever `pin_memory` says; `initialize` unlocks them."""
+    setting = Setting("llama, wide vocabulary", "bf16", 1.0, 2)
+    found = setting.candidate(2.6e9)
+    assert found is not None and found.shape.in_files(TensorKind.PARAMETERS)
+    config = write_config(found, setting.spec, TrainingOptions(1.0, (str(tmp_path / "swap"),), locked=pin_memory))
+    offload, largest = config["zero_optimization"]["offload_param"], setting.spec.largest_parameter
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    told = told_by(
+        [sys.executable, str(SUPPORT / "build_memory_worker.py"), str(tmp_path / "ds.json"), setting.name, "bf16"], "built"
+    )
+    assert offload["buffer_size"] == largest and offload["pin_memory"] is pin_memory
+    assert told["locked"] == pytest.approx(2 * largest * offload["buffer_count"], rel=0.001) and told["left"] == 0
+    counted = build_bytes(found.shape, largest, found.case.further, offload["buffer_count"]) - BASELINE
+    taken = told["peak"] - told["baseline"]
+    assert 0.9 * counted <= taken <= counted + (96 << 20), (told, counted)
+
+
+def test_nothing_is_locked_where_no_parameter_is_to_be_on_ssd(tmp_path: Path) -> None:
+    setting = Setting("gpt", "bf16", 1.0, 2)
+    found = setting.candidate(8e9)
+    assert found is not None and not found.shape.in_files(TensorKind.PARAMETERS)
+    assert not any("zero.Init" in what for what in planned_bytes(replace(found, case=replace(found.case, build_bytes=1e12))))
+    config = write_config(found, setting.spec, TrainingOptions(1.0, (str(tmp_path / "swap"),), locked=False))
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    told = told_by(
+        [sys.executable, str(SUPPORT / "build_memory_worker.py"), str(tmp_path / "ds.json"), setting.name, "bf16"], "built"
+    )
+    assert config["zero_optimization"]["offload_param"]["device"] == "cpu" and told["locked"] == 0
+
+
+def test_a_plan_counts_the_buffers_where_they_take_most() -> None:
+    """With the state in host memory nothing else takes so much ahead of the steps. Fewer buffers are written where the plan
+    takes no more anyway."""
+    setting = Setting("llama, wide vocabulary", "bf16", 0.0, 2, delay=0.0)
+    found = setting.candidate(2.6e9)
+    assert found is not None and found.shape.in_files(TensorKind.PARAMETERS)
+    largest, further, total = setting.spec.largest_parameter, found.case.further, sum(planned_bytes(found).values())
+    count = setting.config(found, 2.6e9)["zero_optimization"]["offload_param"]["buffer_count"]
+    assert 8 < count < 32
+    assert build_bytes(found.shape, largest, further, count) <= total < build_bytes(found.shape, largest, further, count + 1)
+    more = replace(found, case=replace(found.case, build_bytes=total + 5e6))
+    assert planned_bytes(more)["zero.Init's buffers beyond the rest"] == pytest.approx(5e6, abs=1)
+    assert not fits(replace(more, case=replace(more.case, limits=limits(total))))
+    assert solve(replace(more.case, limits=limits(total))) is None

@@ -55,17 +55,17 @@ MODELS = {
 
 @cache
 def spec_of(name: str, dtype: str) -> ModelSpec:
-    spec = read_spec(name, _fields(name), LENGTH, dtype)
+    spec = read_spec(name, fields_of(name), LENGTH, dtype)
     return replace(spec, sums_in_fp32=not spec.made_by_products or sums_in_fp32(_DTYPES[dtype]))  # of this machine
 
 
 @cache
 def _model(name: str, dtype: str) -> nn.Module:
     with torch.device("meta"):
-        return build_model(name, _fields(name), lambda config: None, dtype=_DTYPES[dtype])
+        return build_model(name, fields_of(name), lambda config: None, dtype=_DTYPES[dtype])
 
 
-def _fields(name: str) -> dict[str, Any]:
+def fields_of(name: str) -> dict[str, Any]:
     return {**MODELS[name], "max_position_embeddings": 2 * LENGTH}
 
 

@@ -1,0 +1,43 @@
+"""What zero.Init's buffers take of host memory, while a model is built and at `initialize`.
+
+A model that was built under zero.Init comes without them: their pages have been given back, and stock's set-up reads parameters
+through one of them at a time, or, with `fast_init`, through all. One that was built outside lies whole in memory as DeepSpeed
+makes its zero.Init, whose buffers then stay locked until the optimizer has been set up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from ds_vertical.compat import stock_config, swap_buffers
+from ds_vertical.distributed import ranks
+from ds_vertical.io import host
+
+
+def tight_buffers(config: dict[str, Any], limit: int | None) -> list[str]:
+    """A line for the log, ahead of the model, where zero.Init's buffers leave it no room. `limit`: bytes of host memory that
+    all ranks of this host may use; None: nobody has written any."""
+    locked = stock_config.locked_by_zero_init(config)
+    if limit is None or not locked:
+        return []
+    held, allowed = host.resident_bytes(), limit // ranks.ranks_on_this_host()
+    if held + locked <= allowed:
+        return []
+    count, size, _ = stock_config.buffers_of_zero_init(config, locked)
+    fitting = max(0, allowed - held) * count // locked
+    less = f'"buffer_count": {fitting} (now {count})' if fitting else '"buffer_size": the elements of the largest shard'
+    return [
+        f"warning: zero_optimization.offload_param: zero.Init locks {locked} bytes ({count} x {size} elements) while the model"
+        f" is built, beside {held} of the process, and vertical_schedule.host_memory_bytes allows {allowed}: a process that"
+        f" the kernel holds to that ends there; write {less}"
+    ]
+
+
+def with_buffers(params: Iterable[nn.Parameter], config: dict[str, Any], setup_bytes: int) -> int:
+    """Bytes that are there at a time until the optimizer has been set up, which takes `setup_bytes` without the buffers."""
+    whole = swap_buffers.whole_bytes(params)
+    locked = stock_config.locked_by_zero_init(config) if whole or stock_config.fills_buffers_at_setup(config) else 0
+    return max(setup_bytes + locked, whole + locked)
