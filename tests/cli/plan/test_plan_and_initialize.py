@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,12 @@ from planned_runs import BASELINE, CPU, MODELS, Setting, forecast_of, limits, pl
 
 from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.engine import memory_check
+from ds_vertical.planner.budget.shortage import shortage
 from ds_vertical.planner.candidate import Candidate, fits
-from ds_vertical.planner.linear_program import solve, tier_bytes
+from ds_vertical.planner.linear_program import LpProblem, solve, tier_bytes
 from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.search import PlanError, choose
-from ds_vertical.types import TensorKind, Tier
+from ds_vertical.types import Placement, TensorKind, Tier
 
 MIB = 1 << 20
 NO_ROOM = (0, BASELINE)
@@ -222,12 +223,38 @@ def test_a_plan_that_is_refused_says_what_mends_it_and_that_does(clip: float) ->
     with pytest.raises(PlanError) as caught:
         choose(setting.task, CPU, limits(1.2e9))
     message = str(caught.value)
-    assert "host memory: " in message and "MiB short" in message and "ranks" not in message
+    assert re.search(r"host memory: \d+ MiB short \(most is [a-z' .]+: \d+ MiB\)", message) and "ranks" not in message
     (more,) = re.findall(r"(\d+) GB more host memory", message)
     choose(setting.task, CPU, limits(1.2e9 + int(more) * 1e9))
     if length := re.search(r"--sequence-length (\d+)", message):
         spec = setting.spec.shortened(int(length[1]))
         choose(replace(setting.task, spec=spec), CPU, limits(1.2e9))
+
+
+def test_a_plan_that_whole_micro_batches_keep_from_fitting_names_the_tier() -> None:
+    """By the program a third of the activations may be in each tier; of one micro-batch all are in one."""
+    setting = Setting("gpt", "bf16", 0.0, 1)
+    found = setting.candidate(2e9)
+    assert found is not None
+    needed = {tier: tier_bytes(found.case, found.shape.placement, tier) for tier in Tier}
+    short = replace(found.case, limits=limits(needed[Tier.HOST] - 3 * MIB))
+
+    class Nothing:
+        def cases(self) -> Iterator[tuple[LpProblem, int, int]]:
+            yield replace(short, limits=limits(1e12)), 1, 1
+
+        def placed(self) -> Iterator[tuple[LpProblem, Placement, int]]:
+            yield short, found.shape.placement, 1
+
+        def remedies(self, lacking: Mapping[Tier, float]) -> Iterator[str]:
+            assert set(lacking) == {Tier.HOST}
+            yield "so much"
+
+    message = shortage(Nothing())
+    words = (
+        r"no setting fits; the least is short of host memory: 3 MiB short \(most is .*: \d+ MiB\) \(whole micro-batches of 1\)"
+    )
+    assert re.match(words, message) and message.endswith("it takes so much")
 
 
 def _changed(config: dict[str, Any], path: str, value: float) -> dict[str, Any]:
