@@ -59,6 +59,11 @@ class OffloadSettings:
         )
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Those that a smaller number may mend: `sub_group_size`, `max_in_cpu`, `buffer_count` of offload_param."""
+        return self.sub_group_size, self.max_in_cpu, self.init_buffers
+
+    @property
     def params_in_files(self) -> bool:
         """Whether parameters rest in files, as far as the other settings do not keep them in memory."""
         return IN_FILES[self.params_tier]

@@ -423,11 +423,11 @@ def _fitting_share(forecast: Forecast, room: _Room) -> float | None:
 
 def _mending(forecast: Forecast, room: _Room) -> list[str]:
     """Numbers in the JSON, besides those of `check_budget` and the state's share, each of which alone makes the run fit."""
-    resolved, sub_group = forecast._resolved, forecast._json.sub_group_size
+    resolved, (sub_group, in_host, buffers) = forecast._resolved, forecast._json.sizes
     halves = [sub_group >> n for n in range(1, sub_group.bit_length())]
     tried: list[tuple[str, float, Sequence[float]]] = [(memory_budget.SUB_GROUP, sub_group, halves)]
-    if (buffers := forecast._json.init_buffers) > LEAST_BUFFERS:
-        tried.append((memory_budget.INIT_BUFFERS, buffers, range(buffers - 1, LEAST_BUFFERS - 1, -1)))
+    tried.append(("zero_optimization.offload_param.max_in_cpu", in_host, [int(share * in_host) for share in _SHARES]))
+    tried.append((memory_budget.INIT_BUFFERS, buffers, range(buffers - 1, LEAST_BUFFERS - 1, -1)))
     if forecast.state_in_files and not resolved.keep_gradients:
         tried.append((f"{SECTION}.gradient_host_share", resolved.gradient_host_share, _SHARES))
     if forecast.timing.possible and forecast.timing.certain:

@@ -32,6 +32,7 @@ from ds_vertical.engine import memory_check
 from ds_vertical.engine.assembly import bytes_by_tier
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.io import host
+from ds_vertical.model.layers import map_layers
 from ds_vertical.offload.grad_accumulator import LARGE
 from ds_vertical.planner.memory_budget import budget
 
@@ -199,6 +200,32 @@ def test_a_share_of_the_state_that_does_not_fit_is_refused_with_the_largest_that
     assert 0.2 < float(advised) < 0.7 and needed(float(advised), limit) <= limit
     with pytest.raises(MemoryBudgetError):
         needed(float(advised) + 0.05, limit)
+
+
+def test_parameters_in_host_memory_that_do_not_fit_are_refused_with_as_many_as_do(tmp_path: Path) -> None:
+    start_process_group()
+    with torch.device("meta"):
+        model = MixerModel(16, width=1024)
+    layers, groups = map_layers(model, None), memory_check.groups_of(model, None, None)
+
+    def forecast(max_in_cpu: int) -> memory_check.Forecast:
+        config = base_config(tmp_path, dtype="fp32", max_in_cpu=max_in_cpu)
+        return memory_check.Forecast(layers, groups, config, resolve(load_section(config), 0))
+
+    def needed(max_in_cpu: int) -> int:
+        found = forecast(max_in_cpu).paired((0, 0))
+        items = budget(found.shape, found.terms, found.further(0))
+        return max(sum(item.num_bytes for item in items), found.setup_bytes)
+
+    elements = 40_000_000  # more than there are
+    none, everything = needed(0), needed(elements)
+    assert everything - none > 64 * MIB
+    room = ((none + everything) // 2, 0)
+    message = memory_check._fault(forecast(elements).paired(room), room, None, 1)
+    assert message is not None
+    path = "zero_optimization.offload_param.max_in_cpu"
+    (advised,) = re.findall(rf'"{path}": (\d+) \(now {elements}\)', message.splitlines()[0])
+    assert 0 < int(advised) < elements and memory_check._fault(forecast(int(advised)).paired(room), room, None, 1) is None
 
 
 def train_one_step(config: dict[str, Any]) -> None:

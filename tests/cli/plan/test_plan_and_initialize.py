@@ -258,11 +258,8 @@ def test_a_plan_that_whole_micro_batches_keep_from_fitting_names_the_tier() -> N
 
 
 def _changed(config: dict[str, Any], path: str, value: float) -> dict[str, Any]:
-    *sections, key = path.split(".")
-    if not sections:
-        return {**config, key: value}
-    (section,) = sections
-    return {**config, section: {**config[section], key: value}}
+    key, _, inner = path.partition(".")
+    return {**config, key: _changed(config[key], inner, value) if inner else value}
 
 
 @pytest.mark.parametrize(
