@@ -23,7 +23,6 @@ from ds_vertical.engine.budget.freed import freed_bytes
 from ds_vertical.engine.budget.further import acco_items, compression_items, level_items
 from ds_vertical.engine.budget.room import host_room
 from ds_vertical.engine.budget.zero_init import with_buffers
-from ds_vertical.engine.zero3.chunks import REDUCED_TOGETHER
 from ds_vertical.engine.zero3.planned_chunks import PlannedChunk, PlannedShards
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.io import host
@@ -284,7 +283,7 @@ def _reduce_bytes(chunks: Sequence[PlannedChunk], num_shards: int, one_memory: b
     sums have memory of their own for a copy in fp32, or in the order of the ranks."""
     largest = max((size for chunk in chunks for size in chunk.sizes), default=0)
     whole = max((zero_params.full_numel(param) for chunk in chunks for param in chunk.params), default=0)
-    copied = FP32_BYTES * max(whole, REDUCED_TOGETHER if num_shards > 1 else 0)
+    copied = memory_budget.reduced_bytes(whole, num_shards)
     if one_memory:
         return copied if num_shards > 1 else 0
     return min(largest, NORM_ELEMENTS) * stock_config.norm_bytes() + copied

@@ -38,7 +38,7 @@ from typing import Final
 from ds_vertical.planner.model_shape import ModelShape, ModelSpec, SmallTensors, state_elements, state_file_bytes, suf_files
 from ds_vertical.planner.network import is_rounded, sent_over_levels
 from ds_vertical.schedule.events import LEAD, MAX_STEPS
-from ds_vertical.types import NORM_COPIED, NORM_ELEMENTS, PRE, SUF, TensorKind, Tier, Unit
+from ds_vertical.types import NORM_COPIED, NORM_ELEMENTS, PRE, REDUCED_TOGETHER, SUF, TensorKind, Tier, Unit
 
 SLOTS: Final = 4  # pieces of state in the optimizer's pipeline at a time
 PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
@@ -129,10 +129,18 @@ class BudgetItem:
     key: str
 
 
-def reduce_bytes(largest_parameter: int, one_memory: bool) -> int:
-    """What a REDUCE on a device needs beside the sums: an fp32 copy of a parameter's gradient, and the fp64 copy from which
-    stock takes its norm. `largest_parameter`: elements."""
-    return 0 if one_memory else 4 * largest_parameter + 8 * min(largest_parameter, NORM_ELEMENTS)
+def reduce_bytes(largest_parameter: int, num_shards: int, one_memory: bool) -> int:
+    """What a REDUCE needs beside the sums: an fp32 copy of a parameter's gradient, on the host with several ranks alone, and on
+    a device the fp64 copy of this rank's share from which stock takes its norm. `largest_parameter`: elements."""
+    copied = reduced_bytes(largest_parameter, num_shards)
+    if one_memory:
+        return copied if num_shards > 1 else 0
+    return copied + 8 * min(-(-largest_parameter // num_shards), NORM_ELEMENTS)
+
+
+def reduced_bytes(largest_parameter: int, num_shards: int) -> int:
+    """What one collective reduces, in fp32: with several ranks small parameters go together."""
+    return _FP32_BYTES * max(largest_parameter, REDUCED_TOGETHER if num_shards > 1 else 0)
 
 
 def norm_copy(largest_parameter: int, one_memory: bool) -> BudgetItem:
@@ -163,7 +171,8 @@ def sub_group_size(num_elements: int) -> int:
 def as_run(shape: ModelShape, spec: ModelSpec, one_memory: bool, least_file_bytes: int) -> ModelShape:
     """`shape` with what a run of `spec` takes besides: for a REDUCE, and what has no file."""
     small = _small(shape, spec, least_file_bytes)
-    return dataclasses.replace(shape, reduce_bytes=reduce_bytes(spec.largest_parameter, one_memory), small=small)
+    reducing = reduce_bytes(spec.largest_parameter, shape.num_shards, one_memory)
+    return dataclasses.replace(shape, reduce_bytes=reducing, small=small)
 
 
 def _small(shape: ModelShape, spec: ModelSpec, least: int) -> SmallTensors:
@@ -186,6 +195,7 @@ def _small(shape: ModelShape, spec: ModelSpec, least: int) -> SmallTensors:
             state += min(shape.stepped(unit) if is_shared else in_files, least / _FP32_BYTES)
         elif in_files > sub_group_size(shape.num_elements):
             state += min(small, in_files)
+    state = min(state, shape.stepped_elements / shards * shape.in_files(TensorKind.STATE))
     return SmallTensors(parameters, math.ceil(state))
 
 
@@ -278,8 +288,9 @@ def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     outside_files = pre_files + suf_files(shape)
     buffers = layer_buffers(terms.window, sum(map(bool, layer_files))) * max(layer_files) + outside_files
     yield _item(Tier.HOST, "parameter buffers", buffers, "vertical_schedule.prefetch_layers")
-    resting = rank * shape.param_bytes * shape.placement.share(TensorKind.PARAMETERS, Tier.HOST)
-    resting += shape.small.parameters * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
+    resting = rank * shape.placement.share(TensorKind.PARAMETERS, Tier.HOST)
+    small = shape.small.parameters if shape.in_files(TensorKind.PARAMETERS) else 0.0  # a share is of other units, it may be
+    resting = min(rank, resting + small) * shape.param_bytes
     yield _item(Tier.HOST, "parameters at rest", resting, "zero_optimization.offload_param.device")
     stepped = shape.stepped_elements / shape.num_shards
     resting = stepped * shape.state_bytes * shape.placement.share(TensorKind.STATE, Tier.HOST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -93,6 +94,26 @@ def test_a_plan_counts_all_that_initialize_counts_item_by_item(setting: Setting,
     check_items(setting, host_bytes)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_plans_for_several_ranks_count_all_that_initialize_counts(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
+    """Of each rank, among others what a reduction copies."""
+    monkeypatch.setattr(distributed_ranks, "world_size", lambda: num_ranks)
+    for name, clip, count, host_bytes in itertools.product(MODELS, (0.0, 1.0), (1, 8), (1.3e9, 2.6e9)):
+        setting = Setting(name, "bf16", clip, count, delay=0.25 if clip == 0 else 1.0, num_ranks=num_ranks)
+        found = setting.candidate(host_bytes)
+        if found is None:
+            continue
+        forecast = setting.forecast(setting.config(found, num_ranks * host_bytes))
+        forecast.pairs, forecast.keeps_freed = found.case.terms.pairs, found.case.terms.keeps_freed
+        plan, run = planned_bytes(found), run_bytes(forecast)
+        for items in (plan, run):  # the norm's are what it needs beyond a backward's, of which a plan knows more
+            items["one layer's backward"] = items.get("one layer's backward", 0) + items.pop("norm of a gradient", 0)
+        more = {what: run[what] - plan.get(what, 0) for what in run if run[what] > plan.get(what, 0) + PADDING}
+        assert not more, (setting, "initialize counts what the plan does not")
+        room = (int(host_bytes), BASELINE)
+        assert memory_check._fault(forecast.paired(room), room, int(num_ranks * host_bytes), num_ranks) is None
+
+
 @pytest.mark.slow
 @MANY
 @given(settings_of(), BUDGETS)
@@ -155,12 +176,13 @@ def test_a_set_up_that_takes_more_than_the_steps_is_planned_for() -> None:
         assert (solve(case) is not None) == fits(replace(found, case=case)) == has_room
 
 
+@pytest.mark.parametrize("name", ["gpt", "gpt, tied", "gpt, one layer above a sub-group"])
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_a_share_of_the_parameters_in_host_memory_is_of_each_ranks_shards(
-    monkeypatch: pytest.MonkeyPatch, num_ranks: int
+    monkeypatch: pytest.MonkeyPatch, name: str, num_ranks: int
 ) -> None:
     """The first units rest there whole. The others' buffers are as large as without them."""
-    setting = Setting("gpt", "bf16", 1.0, 2, num_ranks=num_ranks)
+    setting = Setting(name, "bf16", 1.0, 2, num_ranks=num_ranks)
     found = setting.candidate(4e9)
     assert found is not None
     placement = found.choice.placement.with_shares(TensorKind.PARAMETERS, {Tier.SSD: 0.5})
@@ -170,20 +192,20 @@ def test_a_share_of_the_parameters_in_host_memory_is_of_each_ranks_shards(
     forecast = setting.forecast(setting.config(found, 4e9 * num_ranks))
     forecast.pairs, forecast.keeps_freed = case.terms.pairs, case.terms.keeps_freed
     plan, run = planned_bytes(found), run_bytes(forecast)
-    of_rank = 2 * setting.spec.num_elements / num_ranks
-    assert 0.3 * of_rank < run["parameters at rest"] <= plan["parameters at rest"] <= 0.51 * of_rank
-    assert run["parameter buffers"] <= plan["parameter buffers"]
+    of_rank, small = 2 * setting.spec.num_elements / num_ranks, 2 * found.shape.small.parameters
+    assert 0.3 * of_rank < run["parameters at rest"] <= plan["parameters at rest"] <= 0.51 * of_rank + small
+    assert run.get("parameter buffers", 0) <= plan["parameter buffers"] + PADDING
 
 
 def test_a_program_has_all_of_the_parameters_in_host_memory_only_without_buffers_for_them() -> None:
     """Between none and all of them a share saves no buffers; where all fit that way, they are there."""
-    setting = Setting("llama, many layers", "bf16", 1.0, 2)
+    setting = Setting("gpt, tied", "bf16", 1.0, 2)
     found = setting.candidate(8e9)
     assert found is not None and not found.shape.in_files(TensorKind.PARAMETERS)
     sizes = {on_ssd: _host_bytes(found, on_ssd) for on_ssd in (1.0, 0.5, 0.02, 0.0)}
     weights = 2 * setting.spec.num_elements
     assert sizes[0.5] - sizes[1.0] == pytest.approx(0.5 * weights, rel=0.05)
-    assert sizes[0.0] < sizes[0.02] and sizes[0.0] > sizes[1.0]
+    assert sizes[0.0] < sizes[0.02]
     limit = sizes[0.0] / 0.99
     solved = solve(replace(found.case, shape=_resting(found, 1.0), limits=limits(limit)))
     assert solved is not None and solved.placement(1.0).share(TensorKind.PARAMETERS, Tier.HOST) == 1.0

@@ -62,7 +62,7 @@ def test_a_7b_models_adapters_alone_have_state_gradients_and_writes(rank: int, t
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
 def test_a_share_of_the_adapters_state_is_what_a_run_has_in_host_memory(tmp_path: Path, share: float) -> None:
     """Frozen matrices of a block are larger than all of its adapters; how a run shares those says nothing of these."""
-    spec = read_spec("llama", SMALL, LENGTH, "bf16", Lora(128))
+    spec = read_spec("llama", SMALL, LENGTH, "bf16", Lora(512))
     shape = shape_of(spec, estimated(spec, 1, 1e12), Division(1))
     shape = memory_budget.as_run(with_state_in_memory(shape, share), spec, one_memory=True, least_file_bytes=1 << 20)
     terms = memory_budget.BudgetTerms(16, 1, one_memory=True, shares_state=True)
@@ -87,7 +87,7 @@ def adapted_llama() -> nn.Module:
 
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SMALL)).to(torch.bfloat16)
-        return get_peft_model(model, LoraConfig(r=128, target_modules=["q_proj", "v_proj"]), autocast_adapter_dtype=False)
+        return get_peft_model(model, LoraConfig(r=512, target_modules=["q_proj", "v_proj"]), autocast_adapter_dtype=False)
 
 
 @pytest.mark.slow
