@@ -39,6 +39,7 @@ class OffloadSettings:
     largest_persistent: int  # of the parameters that stay on the device, if `all_persistent` is not reached
     all_persistent: int
     init_buffers: int = 0  # of zero.Init, for parameters in files
+    fast_init: bool = False  # stock's optimizer reads parameters into all of these while it is set up
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> OffloadSettings:
@@ -56,6 +57,7 @@ class OffloadSettings:
             int(zero.param_persistence_threshold),
             int(zero.model_persistence_threshold),
             int(param.buffer_count) if param is not None and IN_FILES[params_tier] else 0,
+            optimizer is not None and optimizer.device == OffloadDeviceEnum.nvme and bool(optimizer.fast_init),
         )
 
     @property
@@ -104,12 +106,6 @@ def locked_by_zero_init(config: dict[str, Any]) -> int:
         return 0
     width, alignment = 2 if wants_half(config) else 4, OffloadSettings.read(config).alignment_bytes
     return int(param.buffer_count) * -(-int(param.buffer_size) * width // alignment) * alignment
-
-
-def fills_buffers_at_setup(config: Mapping[str, Any]) -> bool:
-    """Whether stock's optimizer reads parameters into all of zero.Init's buffers while it is set up."""
-    offload = DeepSpeedZeroConfig(**config.get("zero_optimization", {})).offload_optimizer
-    return offload is not None and offload.device == OffloadDeviceEnum.nvme and bool(offload.fast_init)
 
 
 def buffers_of_zero_init(config: dict[str, Any], lockable: int) -> tuple[int, int, int]:

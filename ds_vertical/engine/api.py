@@ -217,7 +217,7 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     return prepared
 
 
-def _prepare(config: dict[str, Any] | str) -> dict[str, Any]:
+def _prepare(config: DeepSpeedJson | str) -> DeepSpeedJson:
     raw = _with_levels(read_config(config))
     preflight.check_process(nvme_paths(raw))
     section = load_section(raw)

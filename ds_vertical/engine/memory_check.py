@@ -251,7 +251,8 @@ class Forecast:
         state = max((chunk.numel for chunk in of_all), default=0)
         staged = max((chunk.numel for chunk in self.chunks if chunk.params_in_files), default=0) * self._param_bytes
         resting = sum(chunk.numel for chunk in of_all if not chunk.state_in_files)  # masters, and stock's zeroed gradients
-        return with_buffers(self.params, self._config, memory_budget.stock_setup(state, staged, resting))
+        setup = memory_budget.stock_setup(state, staged, resting)
+        return with_buffers(self.params, self._config, setup, self._json.fast_init)
 
     # ---- sizes
 

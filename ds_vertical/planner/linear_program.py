@@ -43,7 +43,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.budget.resting import CHOSEN, IN_HOST, Row, bytes_by_tier, resting_bytes
+from ds_vertical.planner.budget.resting import CHOSEN, IN_HOST, Row, resting_bytes, tier_totals
 from ds_vertical.planner.kept_activations import KeepMenu, KeptShare, PolicyPoint, buffer_bytes, num_cells, rounded, tier_shares
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape, outside_elements, state_read, state_written
@@ -486,7 +486,7 @@ def _kept_buffers(case: LpProblem, tier: Tier) -> float:
 
 def tier_bytes(problem: LpProblem, placement: Placement, tier: Tier) -> float:
     """Bytes in a tier with things resting as `placement` says, while the most are there."""
-    needed = bytes_by_tier(replace(problem.shape, placement=placement), problem.terms, problem.further)[tier]
+    needed = tier_totals(replace(problem.shape, placement=placement), problem.terms, problem.further)[tier]
     return max(needed, ahead_bytes(problem, placement.in_files(TensorKind.PARAMETERS) > 0)) if tier is Tier.HOST else needed
 
 

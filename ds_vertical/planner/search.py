@@ -29,7 +29,7 @@ from typing import Final
 
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner.activation_tiers import in_whole_micro_batches
-from ds_vertical.planner.budget.shortage import shortage
+from ds_vertical.planner.budget.shortage import refusal
 from ds_vertical.planner.budget.zero_init import ahead_of_steps
 from ds_vertical.planner.candidate import (
     AS_GOOD,
@@ -163,7 +163,7 @@ def choose(
     if not fitting:
         if (less := task.network.with_less_memory) is not None:
             return choose(replace(task, network=less), machine, limits, further)
-        raise PlanError(shortage(replace(search, states=_STATES + _SHARED_STATES)))
+        raise PlanError(refusal(replace(search, states=_STATES + _SHARED_STATES)))
     fitting.sort(key=_estimate_s)
     others = [other for c in fitting[:_VARIED] for other in _with_other_collectives(c, task.rounding)]
     fitting = sorted([*fitting, *others], key=_estimate_s)
@@ -324,8 +324,9 @@ class _Search:
         if seconds is not None and task.keep:
             menu = task.spec.menu(sizes.sequences, sizes.blocks_per_layer, seconds, task.flops_per_byte)
         further = (*self.further, memory_budget.scaled_gradient(math.ceil(memory_budget.largest_unit(shape)), task.certain))
-        ahead = ahead_of_steps(shape, task.spec.largest_parameter, self.further)
-        return LpProblem(shape, self.machine, terms, limits, delay, early, further, menu, **ahead)
+        setup, build = ahead_of_steps(shape, task.spec.largest_parameter, self.further)
+        fixed = shape, self.machine, terms, limits, delay, early, further, menu
+        return LpProblem(*fixed, setup_bytes=setup, build_bytes=build)
 
     def remedies(self, lacking: Mapping[Tier, float]) -> Iterator[str]:
         """What would make some setting fit, each tried: fewer tokens, fewer ranks, more memory where it is `lacking`."""

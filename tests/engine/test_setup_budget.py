@@ -17,7 +17,7 @@ from planned_runs import BASELINE, Setting, limits, planned_bytes
 
 from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
 from ds_vertical.planner.budget.zero_init import build_bytes
-from ds_vertical.planner.candidate import fits
+from ds_vertical.planner.candidate import Candidate, fits
 from ds_vertical.planner.linear_program import solve
 from ds_vertical.types import TensorKind
 
@@ -25,9 +25,9 @@ NUM_LAYERS, WIDTH = 4, 2560
 MATRIX_BYTES = 4 * WIDTH**2
 
 
-def set_up(folder: Path, section: dict[str, Any], where: str = "under", **zero: Any) -> dict[str, int]:
+def set_up(folder: Path, section: dict[str, Any], where: str = "under", dtype: str = "fp32", **zero: Any) -> dict[str, int]:
     """`where`: the model is built under zero.Init, or outside. `zero`: more of each offload section."""
-    config = base_config(folder / "swap", dtype="fp32", section=section, sub_group_size=4 * WIDTH**2)
+    config = base_config(folder / "swap", dtype=dtype, section=section, sub_group_size=4 * WIDTH**2)
     config["zero_optimization"]["offload_param"] |= {"buffer_count": 3, "buffer_size": WIDTH**2}
     for name, keys in zero.items():
         config["zero_optimization"][name] |= keys
@@ -68,7 +68,7 @@ def test_setting_up_takes_what_the_budget_says(tmp_path: Path, section: dict[str
     [
         ("outside", {"offload_param": {"buffer_count": 12}}, 12),
         ("under", {"offload_param": {"buffer_count": 12}}, 0),
-        ("under", {"offload_param": {"buffer_count": 12}, "offload_optimizer": {"fast_init": True}}, 12),
+        ("under", {"offload_param": {"buffer_size": 4 * WIDTH**2}, "offload_optimizer": {"fast_init": True}}, 12),
     ],
     ids=str,
 )
@@ -76,19 +76,25 @@ def test_buffers_of_zero_init_count_where_they_are_locked_or_filled(
     tmp_path: Path, where: str, zero: dict[str, Any], buffers: int
 ) -> None:
     """At `initialize`, for a model that comes whole, and where stock's set-up reads into all of them."""
-    found = set_up(tmp_path, {"optimizer_host_share": 0.0}, where, **zero)
+    dtype = "bf16" if where == "outside" else "fp32"  # which DeepSpeed does not write to SSD as it should
+    found = set_up(tmp_path, {"optimizer_host_share": 0.0}, where, dtype, **zero)
     taken = found["peak"] - found["baseline"]
-    assert found["setup"] >= (8 + buffers) * MATRIX_BYTES
+    assert found["setup"] >= (8 + buffers / (2 if where == "outside" else 1)) * MATRIX_BYTES
     assert 0.8 * found["setup"] <= taken <= 1.1 * found["setup"] + (96 << 20), found
+
+
+def planned_on_ssd(setting: Setting) -> Candidate:
+    """With the least memory in which its parameters are on SSD."""
+    every = (setting.candidate(count * 5e7) for count in range(17, 60))
+    return next(found for found in every if found is not None and found.shape.in_files(TensorKind.PARAMETERS))
 
 
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_building_a_planned_model_takes_what_the_plan_counts(tmp_path: Path, pin_memory: bool) -> None:
     """Zero.Init locks its buffers on the CPU, too, whatever `pin_memory` says; `initialize` unlocks them."""
-    setting = Setting("llama, wide vocabulary", "bf16", 1.0, 2)
-    found = setting.candidate(2.6e9)
-    assert found is not None and found.shape.in_files(TensorKind.PARAMETERS)
-    config = write_config(found, setting.spec, TrainingOptions(1.0, (str(tmp_path / "swap"),), locked=pin_memory))
+    setting = Setting("llama, wide vocabulary", "bf16", 0.0, 2, delay=0.0)
+    found = planned_on_ssd(setting)
+    config = write_config(found, setting.spec, TrainingOptions(0.0, (str(tmp_path / "swap"),), locked=pin_memory))
     offload, largest = config["zero_optimization"]["offload_param"], setting.spec.largest_parameter
     (tmp_path / "ds.json").write_text(json.dumps(config))
     told = told_by(
@@ -118,13 +124,13 @@ def test_a_plan_counts_the_buffers_where_they_take_most() -> None:
     """With the state in host memory nothing else takes so much ahead of the steps. Fewer buffers are written where the plan
     takes no more anyway."""
     setting = Setting("llama, wide vocabulary", "bf16", 0.0, 2, delay=0.0)
-    found = setting.candidate(2.6e9)
-    assert found is not None and found.shape.in_files(TensorKind.PARAMETERS)
+    found = planned_on_ssd(setting)
     largest, further, total = setting.spec.largest_parameter, found.case.further, sum(planned_bytes(found).values())
     count = setting.config(found, 2.6e9)["zero_optimization"]["offload_param"]["buffer_count"]
     assert 8 < count < 32
     assert build_bytes(found.shape, largest, further, count) <= total < build_bytes(found.shape, largest, further, count + 1)
     more = replace(found, case=replace(found.case, build_bytes=total + 5e6))
-    assert planned_bytes(more)["zero.Init's buffers beyond the rest"] == pytest.approx(5e6, abs=1)
+    assert planned_bytes(more)["zero.Init's buffers beyond the rest"] >= 5e6 - 1
+    assert sum(planned_bytes(more).values()) == pytest.approx(total + 5e6, abs=1), "the larger of both, and not their sum"
     assert not fits(replace(more, case=replace(more.case, limits=limits(total))))
     assert solve(replace(more.case, limits=limits(total))) is None

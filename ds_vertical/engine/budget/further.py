@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from ds_vertical.compat import accelerator, zero_params
@@ -41,7 +41,9 @@ def level_items(layers: LayerMap, resolved: RunSettings, shards: PlannedShards) 
     if resolved.acco is not None:
         return tuple(sent)
     copied = sorted((numel for unit, numel in numels.items() if isinstance(unit, int)), reverse=True)
-    outside = layers.outside.units if levels.copy_on_device else [unit for unit in layers.outside.apart if unit == PRE]
+    outside: Sequence[Unit] = (
+        layers.outside.units if levels.copy_on_device else [unit for unit in layers.outside.apart if unit == PRE]
+    )
     copied += [numels[unit] for unit in outside]
     copies = -(-sum(copied[: round(levels.share * len(copied))]) * param_bytes // w)
     place, what = (Tier.DEVICE, "standing copies") if levels.copy_on_device else (Tier.HOST, "copies")
@@ -50,10 +52,10 @@ def level_items(layers: LayerMap, resolved: RunSettings, shards: PlannedShards) 
 
 def _elements(layers: LayerMap, of: Collection[int] | None = None) -> dict[Unit, int]:
     """Of each unit, on all ranks. `of`: ids of the parameters that count; None: all."""
-    sizes = {
-        unit: [zero_params.full_numel(p) for p in params if of is None or id(p) in of] for unit, params in layers.units.items()
-    }
-    return {unit: sum(numels) for unit, numels in sizes.items()}
+    found: dict[Unit, int] = {}
+    for unit, params in layers.units.items():
+        found[unit] = sum(zero_params.full_numel(param) for param in params if of is None or id(param) in of)
+    return found
 
 
 def _rounded(layers: LayerMap, levels: LevelSettings) -> float:
@@ -68,9 +70,9 @@ def acco_items(layers: LayerMap, resolved: RunSettings, shards: PlannedShards) -
     """What two halves a step take besides."""
     if resolved.acco is None:
         return ()
-    sizes = (sum(_elements(layers, of).values()) for of in (None, shards.stepped))
-    ranks = distributed_ranks.world_size(), resolved.levels.ranks_per_node
-    return memory_budget.halves_items(*sizes, shards.param_bytes, FP32_BYTES, *ranks)
+    every, stepped = (sum(_elements(layers, of).values()) for of in (None, shards.stepped))
+    num_ranks, copy_ranks = distributed_ranks.world_size(), resolved.levels.ranks_per_node
+    return memory_budget.halves_items(every, stepped, shards.param_bytes, FP32_BYTES, num_ranks, copy_ranks)
 
 
 def compression_items(shards: PlannedShards, resolved: RunSettings) -> list[BudgetItem]:

@@ -8,16 +8,16 @@ makes its zero.Init, whose buffers then stay locked until the optimizer has been
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 
 from ds_vertical.compat import stock_config, swap_buffers
+from ds_vertical.config.file import DeepSpeedJson
 from ds_vertical.distributed import ranks
 from ds_vertical.io import host
 
 
-def tight_buffers(config: dict[str, Any], limit: int | None) -> list[str]:
+def tight_buffers(config: DeepSpeedJson, limit: int | None) -> list[str]:
     """A line for the log, ahead of the model, where zero.Init's buffers leave it no room. `limit`: bytes of host memory that
     all ranks of this host may use; None: nobody has written any."""
     locked = stock_config.locked_by_zero_init(config)
@@ -36,8 +36,8 @@ def tight_buffers(config: dict[str, Any], limit: int | None) -> list[str]:
     ]
 
 
-def with_buffers(params: Iterable[nn.Parameter], config: dict[str, Any], setup_bytes: int) -> int:
+def with_buffers(params: Iterable[nn.Parameter], config: DeepSpeedJson, setup_bytes: int, fast_init: bool) -> int:
     """Bytes that are there at a time until the optimizer has been set up, which takes `setup_bytes` without the buffers."""
     whole = swap_buffers.whole_bytes(params)
-    locked = stock_config.locked_by_zero_init(config) if whole or stock_config.fills_buffers_at_setup(config) else 0
+    locked = stock_config.locked_by_zero_init(config) if whole or fast_init else 0
     return max(setup_bytes + locked, whole + locked)

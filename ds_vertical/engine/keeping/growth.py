@@ -15,10 +15,10 @@ from ds_vertical.planner.kept_activations import ON_DEVICE, kept_cells
 from ds_vertical.schedule.events import Cell
 from ds_vertical.types import ActivationSettings, Tier
 
-Counts = tuple[ElasticCounts, FewerMicroBatches]  # of a run, and how its JSON has fewer
+_Counts = tuple[ElasticCounts, FewerMicroBatches]  # of a run, and how its JSON has fewer
 
 
-def growth(counts: Counts, num_layers: int, limit: int, settings: ActivationSettings, num_passes: int) -> Growth:
+def growth(counts: _Counts, num_layers: int, limit: int, settings: ActivationSettings, num_passes: int) -> Growth:
     """What the counts let a rank keep by these settings. `limit`: bytes of host memory for it, on the rank that has fewest.
     `num_passes`: one after the other, that share a step's micro-batches."""
     (elastic, fewer), one_memory = counts, accelerator.is_one_memory()
@@ -36,7 +36,7 @@ class PassingBytes:
     """What passes between layers takes of host memory, which is the device's: no budget counts it ahead of the first step.
     `limit`, `num_passes`: see `growth`."""
 
-    def __init__(self, counts: Counts, num_layers: int, limit: int, num_passes: int) -> None:
+    def __init__(self, counts: _Counts, num_layers: int, limit: int, num_passes: int) -> None:
         self._elastic, self._fewer = counts
         self._num_passes = num_passes
         self._num_layers = num_layers

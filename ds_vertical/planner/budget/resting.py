@@ -45,7 +45,7 @@ def resting_bytes(
     return {tier: (base[tier], {name: more[tier] for name, more in added.items()}) for tier in Tier}
 
 
-def bytes_by_tier(
+def tier_totals(
     shape: ModelShape, terms: memory_budget.BudgetTerms, further: tuple[memory_budget.BudgetItem, ...]
 ) -> Mapping[Tier, float]:
     """Bytes in each tier with things resting as `shape.placement` says."""
@@ -60,7 +60,7 @@ def _bytes_at(
     terms: memory_budget.BudgetTerms,
     further: tuple[memory_budget.BudgetItem, ...],
 ) -> Mapping[Tier, float]:
-    return bytes_by_tier(replace(shape, placement=placement), terms, further)
+    return tier_totals(replace(shape, placement=placement), terms, further)
 
 
 def _more(found: Mapping[Tier, float], base: Mapping[Tier, float], times: int = 1) -> Mapping[Tier, float]:

@@ -27,7 +27,7 @@ class Refused(Protocol):
         ...
 
 
-def shortage(search: Refused) -> str:
+def refusal(search: Refused) -> str:
     """Which tier is too small at any setting, by how much at the setting that needs least, what takes most of it there, and
     what would fit."""
     lacking = [(linear_program.shortage(case), case, size) for case, size, _ in search.cases()]

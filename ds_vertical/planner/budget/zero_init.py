@@ -32,10 +32,9 @@ def build_bytes(shape: ModelShape, largest_parameter: int, further: tuple[Budget
     return held + elements * shape.param_bytes
 
 
-def ahead_of_steps(shape: ModelShape, largest_parameter: int, further: tuple[BudgetItem, ...]) -> dict[str, float]:
-    """What a planned run takes of host memory before it steps, by the fields of `LpProblem`."""
-    setup = planned_setup(shape, largest_parameter, further)
-    return {"setup_bytes": setup, "build_bytes": build_bytes(shape, largest_parameter, further)}
+def ahead_of_steps(shape: ModelShape, largest_parameter: int, further: tuple[BudgetItem, ...]) -> tuple[int, int]:
+    """What a planned run takes of host memory before it steps: `setup_bytes` and `build_bytes` of `LpProblem`."""
+    return planned_setup(shape, largest_parameter, further), build_bytes(shape, largest_parameter, further)
 
 
 def buffer_count(largest_parameter: int, room: float, taken: Callable[[int], int]) -> int:

@@ -77,7 +77,8 @@ def test_a_share_of_the_adapters_state_is_what_a_run_has_in_host_memory(tmp_path
     state = 12 * spec.trained_elements
     assert state == 12 * forecast.shape.stepped_elements
     assert run.get("optimizer state at rest", 0) <= planned.get("optimizer state at rest", 0) + 4096
-    assert planned.get("optimizer state at rest", 0) <= min(share * state + state / 8, state) * 1.001
+    spare = state / 8 if share == 0.9 else 0  # of four adapters of a layer, what may be too small for a file beside the others
+    assert planned.get("optimizer state at rest", 0) <= min(share * state + spare, state) + 4096
     assert run["gradients"] == planned["gradients"] == 4 * spec.trained_elements
 
 
