@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import base_config
+from harness import base_config, start_process_group
 from places import SUPPORT
 from planned_runs import BASELINE, Setting, limits, planned_bytes
 
+import ds_vertical
 from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
+from ds_vertical.engine.budget.zero_init import tight_buffers
+from ds_vertical.io import host
 from ds_vertical.planner.budget.zero_init import build_bytes
 from ds_vertical.planner.candidate import Candidate, fits
 from ds_vertical.planner.linear_program import solve
@@ -134,3 +138,22 @@ def test_a_plan_counts_the_buffers_where_they_take_most() -> None:
     assert sum(planned_bytes(more).values()) == pytest.approx(total + 5e6, abs=1), "the larger of both, and not their sum"
     assert not fits(replace(more, case=replace(more.case, limits=limits(total))))
     assert solve(replace(more.case, limits=limits(total))) is None
+
+
+def test_prepare_warns_of_buffers_that_the_written_memory_does_not_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The number of buffers that it names fits."""
+    start_process_group()
+    config = base_config(tmp_path / "swap", section={"host_memory_bytes": host.resident_bytes() + (110 << 20)})
+    offload = config["zero_optimization"]["offload_param"] | {"buffer_count": 100}
+    config["zero_optimization"]["offload_param"] = offload
+    ds_vertical.prepare(config)
+    told = capsys.readouterr().out
+    found = re.search(r'zero\.Init locks \d+ bytes \(100 x 1100000 elements\) .* write "buffer_count": (\d+) \(now 100\)', told)
+    assert found is not None and 30 < int(found[1]) < 52
+    offload["buffer_count"] = int(found[1]) - 3  # what else the process has taken meanwhile
+    ds_vertical.prepare(config)
+    assert "zero.Init locks" not in capsys.readouterr().out
+    offload["device"] = "cpu"
+    assert tight_buffers(config, 1) == []
