@@ -39,7 +39,7 @@ class OffloadSettings:
     largest_persistent: int  # of the parameters that stay on the device, if `all_persistent` is not reached
     all_persistent: int
     init_buffers: int = 0  # of zero.Init, for parameters in files
-    fast_init: bool = False  # stock's optimizer reads parameters into all of these while it is set up
+    fast_init: bool = False  # stock's optimizer reads parameters into many of these at a time while it is set up
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> OffloadSettings:

@@ -33,7 +33,6 @@ from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.budget.check import check_budget
 from ds_vertical.planner.budget.fewer import FewerMicroBatches
-from ds_vertical.planner.budget.zero_init import LEAST_BUFFERS
 from ds_vertical.planner.memory_budget import STATE_SHARE, STATE_SHARES, USED_BY_READING, BudgetItem, BudgetTerms
 from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.schedule.events import Unit
@@ -252,7 +251,8 @@ class Forecast:
         staged = max((chunk.numel for chunk in self.chunks if chunk.params_in_files), default=0) * self._param_bytes
         resting = sum(chunk.numel for chunk in of_all if not chunk.state_in_files)  # masters, and stock's zeroed gradients
         setup = memory_budget.stock_setup(state, staged, resting)
-        return with_buffers(self.params, self._config, setup, self._json.fast_init)
+        read = (chunk.numel for chunk in of_all if chunk.params_in_files and chunk.state_in_files)
+        return with_buffers(self.params, self._config, setup, self._json.fast_init * sum(read) * self._param_bytes)
 
     # ---- sizes
 
@@ -427,7 +427,7 @@ def _mending(forecast: Forecast, room: _Room) -> list[str]:
     halves = [sub_group >> n for n in range(1, sub_group.bit_length())]
     tried: list[tuple[str, float, Sequence[float]]] = [(memory_budget.SUB_GROUP, sub_group, halves)]
     tried.append(("zero_optimization.offload_param.max_in_cpu", in_host, [int(share * in_host) for share in _SHARES]))
-    tried.append((memory_budget.INIT_BUFFERS, buffers, range(buffers - 1, LEAST_BUFFERS - 1, -1)))
+    tried.append((memory_budget.INIT_BUFFERS, buffers, range(buffers - 1, 0, -1)))
     if forecast.state_in_files and not resolved.keep_gradients:
         tried.append((f"{SECTION}.gradient_host_share", resolved.gradient_host_share, _SHARES))
     if forecast.timing.possible and forecast.timing.certain:

@@ -12,17 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import base_config, start_process_group
+from models import MixerModel
 from places import SUPPORT
 from planned_runs import BASELINE, Setting, limits, planned_bytes
+from torch import nn
 
 import ds_vertical
 from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
+from ds_vertical.config.resolve import resolve
+from ds_vertical.config.section import load_section
+from ds_vertical.engine import memory_check
 from ds_vertical.engine.budget.zero_init import tight_buffers
 from ds_vertical.io import host
+from ds_vertical.model.layers import map_layers
 from ds_vertical.planner.budget.zero_init import build_bytes
 from ds_vertical.planner.candidate import Candidate, fits
 from ds_vertical.planner.linear_program import solve
+from ds_vertical.planner.memory_budget import INIT_BUFFERS
 from ds_vertical.types import TensorKind
 
 NUM_LAYERS, WIDTH = 4, 2560
@@ -85,6 +93,39 @@ def test_buffers_of_zero_init_count_where_they_are_locked_or_filled(
     taken = found["peak"] - found["baseline"]
     assert found["setup"] >= (8 + buffers / (2 if where == "outside" else 1)) * MATRIX_BYTES
     assert 0.8 * found["setup"] <= taken <= 1.1 * found["setup"] + (96 << 20), found
+
+
+def forecast_of(folder: Path, model: nn.Module, zero: dict[str, Any], **options: Any) -> memory_check.Forecast:
+    start_process_group()
+    config = base_config(folder / "swap", section={"optimizer_host_share": 0.0}, sub_group_size=10**7, **options)
+    for name, keys in zero.items():
+        config["zero_optimization"][name] |= keys
+    section = load_section(config)
+    assert section is not None
+    return memory_check.Forecast(map_layers(model), memory_check.groups_of(model, None, None), config, resolve(section, 0))
+
+
+@pytest.mark.parametrize(("count", "max_in_cpu", "filled"), [(8, 0, 1.0), (1, 0, 0.25), (8, 10**9, 0.0)])
+def test_fast_init_fills_the_buffers_that_parameters_on_ssd_need(
+    tmp_path: Path, count: int, max_in_cpu: int, filled: float
+) -> None:
+    with torch.device("meta"):
+        model = MixerModel(2, 1024)
+    large = sum(param.numel() for param in model.parameters() if param.dim() == 2)
+    zero = {"offload_param": {"buffer_count": count, "buffer_size": large // 4}}
+    plain = forecast_of(tmp_path, model, zero, max_in_cpu=max_in_cpu)
+    fast = forecast_of(tmp_path, model, zero | {"offload_optimizer": {"fast_init": True}}, max_in_cpu=max_in_cpu)
+    assert fast.setup_bytes - plain.setup_bytes == pytest.approx(filled * 2 * large, rel=0.01)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_fewer_buffers_are_advised_down_to_one(tmp_path: Path, count: int) -> None:
+    """For a model that was built outside zero.Init."""
+    zero = {"offload_param": {"buffer_count": 5, "buffer_size": 256 << 20}}
+    forecast = forecast_of(tmp_path, MixerModel(2, 1024), zero)
+    allowed = BASELINE + forecast.changed(INIT_BUFFERS, count).setup_bytes
+    message = memory_check._fault(forecast.paired((allowed, BASELINE)), (allowed, BASELINE), None, 1)
+    assert message is not None and f'"{INIT_BUFFERS}": {count} (now 5)' in message.splitlines()[0]
 
 
 def planned_on_ssd(setting: Setting) -> Candidate:

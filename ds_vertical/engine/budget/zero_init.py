@@ -1,8 +1,9 @@
 """What zero.Init's buffers take of host memory, while a model is built and at `initialize`.
 
 A model that was built under zero.Init comes without them: their pages have been given back, and stock's set-up reads parameters
-through one of them at a time, or, with `fast_init`, through all. One that was built outside lies whole in memory as DeepSpeed
-makes its zero.Init, whose buffers then stay locked until the optimizer has been set up.
+through one of them at a time, or, with `fast_init`, through as many as these fill. One that was built outside lies whole in
+memory as DeepSpeed makes its zero.Init, whose buffers then stay locked until the optimizer has been set up. Where anything has
+been built under zero.Init it makes no other: adapters that PEFT has put outside go through the buffers that there are.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ def tight_buffers(config: DeepSpeedJson, limit: int | None) -> list[str]:
     ]
 
 
-def with_buffers(params: Iterable[nn.Parameter], config: DeepSpeedJson, setup_bytes: int, fast_init: bool) -> int:
-    """Bytes that are there at a time until the optimizer has been set up, which takes `setup_bytes` without the buffers."""
-    whole = swap_buffers.whole_bytes(params)
-    locked = stock_config.locked_by_zero_init(config) if whole or fast_init else 0
-    return max(setup_bytes + locked, whole + locked)
+def with_buffers(params: Iterable[nn.Parameter], config: DeepSpeedJson, setup_bytes: int, filled_bytes: int) -> int:
+    """Bytes that are there at a time until the optimizer has been set up, which takes `setup_bytes` without the buffers, and
+    reads `filled_bytes` into these, as far as there are so many."""
+    held, locked = list(params), stock_config.locked_by_zero_init(config)
+    taken = locked if swap_buffers.are_outside(held) else min(locked, filled_bytes)
+    return max(setup_bytes, swap_buffers.whole_bytes(held)) + taken
