@@ -54,7 +54,7 @@ _SHARES: Final[tuple[str, ...]] = tuple(CHOSEN)
 _SWEEPS: Final[tuple[str, ...]] = ("forward_s", "backward_s")
 _PREFERENCE: Final = 1e-3  # of the busy seconds of what moves: among equals, the plan that moves least
 _DISTANCES: Final = per_tier({Tier.DEVICE: 0.0, Tier.HOST: 0.5, Tier.SSD: 1.0})  # of that, by the tier moved to
-_SPARE: Final = 0.005  # of a tier: formulas round pieces and micro-batches up, the program does not
+SPARE: Final = 0.005  # of a tier: formulas round pieces and micro-batches up, the program does not
 _NEARLY_NONE: Final = 1e-9  # a share that is none
 _NEARLY_ALL: Final = 1 - 1e-6  # a share that is all
 _TOLERANCE: Final = 1e-6  # of a row's scale: what exceeds its limit by more does so for HiGHS, too, which takes 1e-7
@@ -159,7 +159,7 @@ class LpProblem:
 
 def constraints(case: LpProblem) -> tuple[Constraint, ...]:
     """All rows: time of both sweeps on every resource, memory of every tier, shares that cannot exceed one."""
-    rows = [*_sweep_rows(case, "forward_s"), *_sweep_rows(case, "backward_s"), *_memory_rows(case, _SPARE)]
+    rows = [*_sweep_rows(case, "forward_s"), *_sweep_rows(case, "backward_s"), *_memory_rows(case, SPARE)]
     together: Row = {name: 1.0 for name, (kind, _) in CHOSEN.items() if kind is TensorKind.ACTIVATIONS}
     rows.append(Constraint("activations", together, 1.0))
     if case.kept:
@@ -259,7 +259,7 @@ def _costs(case: LpProblem) -> Row:
 def is_short(case: LpProblem) -> bool:
     """Whether a tier lacks bytes whatever the shares, as `shortage` has it."""
     bounds = dict(zip(_SHARES, _bounds(case, _SHARES), strict=True))
-    rows = _memory_rows(replace(case, menu=None), _SPARE)
+    rows = _memory_rows(replace(case, menu=None), SPARE)
     return any(_is_out_of_reach(row, bounds) for row in rows) or bool(shortage(case))
 
 
@@ -275,7 +275,7 @@ def _shortage(case: LpProblem) -> tuple[float, dict[Tier, float]]:
     """Of each tier's size what the tiers lack, together, and the bytes."""
     from scipy.optimize import linprog
 
-    rows = list(_memory_rows(replace(case, menu=None), _SPARE))
+    rows = list(_memory_rows(replace(case, menu=None), SPARE))
     none = [0.0] * len(rows)
     matrix = [[*(row.row.get(name, 0.0) / row.scale for name in _SHARES), *none] for row in rows]
     for index, row in enumerate(matrix):
@@ -285,7 +285,7 @@ def _shortage(case: LpProblem) -> tuple[float, dict[Tier, float]]:
     bounds = [*_bounds(case, _SHARES), *([(0.0, None)] * len(rows))]
     best: Any = linprog([0.0] * len(_SHARES) + [1.0] * len(rows), matrix, limits, bounds=bounds, method="highs")
     lacking = zip(rows, best.x[len(_SHARES) :], strict=True)
-    short = sorted((float(part) * row.scale / (1 - _SPARE), _tier_of(row)) for row, part in lacking if part > 1e-9)
+    short = sorted((float(part) * row.scale / (1 - SPARE), _tier_of(row)) for row, part in lacking if part > 1e-9)
     return float(best.fun), {tier: num_bytes for num_bytes, tier in short}  # of a tier's rows that which lacks most
 
 

@@ -143,6 +143,11 @@ def reduced_bytes(largest_parameter: int, num_shards: int) -> int:
     return _FP32_BYTES * max(largest_parameter, REDUCED_TOGETHER if num_shards > 1 else 0)
 
 
+def largest_trained(spec: ModelSpec) -> int:
+    """Elements of the largest parameter that is trained: no other has a gradient."""
+    return spec.largest_parameter if spec.trained_sizes is None else max(map(max, filter(None, spec.trained_sizes)), default=0)
+
+
 def norm_copy(largest_parameter: int, one_memory: bool) -> BudgetItem:
     """The copy of a gradient in host memory of which its norm is taken; of a larger one there is none."""
     num_bytes = 8 * min(largest_parameter, NORM_COPIED) if one_memory else 0
@@ -171,7 +176,7 @@ def sub_group_size(num_elements: int) -> int:
 def as_run(shape: ModelShape, spec: ModelSpec, one_memory: bool, least_file_bytes: int) -> ModelShape:
     """`shape` with what a run of `spec` takes besides: for a REDUCE, and what has no file."""
     small = _small(shape, spec, least_file_bytes)
-    reducing = reduce_bytes(spec.largest_parameter, shape.num_shards, one_memory)
+    reducing = reduce_bytes(largest_trained(spec), shape.num_shards, one_memory)
     return dataclasses.replace(shape, reduce_bytes=reducing, small=small)
 
 

@@ -152,9 +152,8 @@ def choose(
     task: Task, machine: Machine, limits: TierBytes, further: tuple[memory_budget.BudgetItem, ...] = (_LIBRARIES,)
 ) -> Plan:
     """See [Note: choosing]. `limits`: bytes per tier for one rank. Raises PlanError where no setting fits."""
-    search = _Search(
-        task, machine, limits, (*further, memory_budget.norm_copy(task.spec.largest_parameter, machine.one_memory))
-    )
+    norm = memory_budget.norm_copy(memory_budget.largest_trained(task.spec), machine.one_memory)
+    search = _Search(task, machine, limits, (*further, norm))
     fitting: list[Candidate] = []
     for window, states in itertools.product((WINDOWS[0], 0), (_STATES, _SHARED_STATES)):
         search = replace(search, window=window, states=states)
@@ -324,7 +323,7 @@ class _Search:
         if seconds is not None and task.keep:
             menu = task.spec.menu(sizes.sequences, sizes.blocks_per_layer, seconds, task.flops_per_byte)
         further = (*self.further, memory_budget.scaled_gradient(math.ceil(memory_budget.largest_unit(shape)), task.certain))
-        setup, build = ahead_of_steps(shape, task.spec.largest_parameter, self.further)
+        setup, build = ahead_of_steps(shape, task.spec.largest_parameter, self.further, one_memory, limits[Tier.HOST])
         fixed = shape, self.machine, terms, limits, delay, early, further, menu
         return LpProblem(*fixed, setup_bytes=setup, build_bytes=build)
 

@@ -147,7 +147,7 @@ def test_building_a_planned_model_takes_what_the_plan_counts(tmp_path: Path, pin
     )
     assert offload["buffer_size"] == largest and offload["pin_memory"] is pin_memory
     assert told["locked"] == pytest.approx(2 * largest * offload["buffer_count"], rel=0.001) and told["left"] == 0
-    counted = build_bytes(found.shape, largest, found.case.further, offload["buffer_count"]) - BASELINE
+    counted = build_bytes(found.shape, largest, found.case.further, True, offload["buffer_count"]) - BASELINE
     taken = told["peak"] - told["baseline"]
     assert 0.9 * counted <= taken <= counted + (96 << 20), (told, counted)
 
@@ -173,7 +173,11 @@ def test_a_plan_counts_the_buffers_where_they_take_most() -> None:
     largest, further, total = setting.spec.largest_parameter, found.case.further, sum(planned_bytes(found).values())
     count = setting.config(found, 2.6e9)["zero_optimization"]["offload_param"]["buffer_count"]
     assert 8 < count < 32
-    assert build_bytes(found.shape, largest, further, count) <= total < build_bytes(found.shape, largest, further, count + 1)
+    assert (
+        build_bytes(found.shape, largest, further, True, count)
+        <= total
+        < build_bytes(found.shape, largest, further, True, count + 1)
+    )
     more = replace(found, case=replace(found.case, build_bytes=total + 5e6))
     assert planned_bytes(more)["zero.Init's buffers beyond the rest"] >= 5e6 - 1
     assert sum(planned_bytes(more).values()) == pytest.approx(total + 5e6, abs=1), "the larger of both, and not their sum"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from ds_vertical.cli.common import JsonObject
 from ds_vertical.config.deepspeed_keys import AIO
@@ -122,7 +123,6 @@ def _zero(candidate: Candidate, spec: ModelSpec, training: TrainingOptions) -> J
 
 def _buffer_count(candidate: Candidate, largest: int) -> int:
     """As many buffers of zero.Init as take no more memory than the plan does anyway."""
-    room = memory_budget.total_bytes(candidate.items, Tier.HOST)
-    return zero_init.buffer_count(
-        largest, room, lambda count: zero_init.build_bytes(candidate.shape, largest, candidate.case.further, count)
-    )
+    room, one_memory = memory_budget.total_bytes(candidate.items, Tier.HOST), candidate.machine.one_memory
+    taken = partial(zero_init.build_bytes, candidate.shape, largest, candidate.case.further, one_memory)
+    return zero_init.buffer_count(largest, room, taken)

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import base_config, start_process_group
+from planned_runs import CPU, limits
 from torch import nn
 
+from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
 from ds_vertical.cli.plan.fake_run import Lora, read_spec
 from ds_vertical.config.resolve import resolve
 from ds_vertical.config.section import load_section
+from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.engine.memory_check import Forecast, groups_of
 from ds_vertical.errors import ConfigError
 from ds_vertical.model.layers import map_layers
-from ds_vertical.planner import memory_budget
+from ds_vertical.planner import memory_budget, search
+from ds_vertical.planner.budget.zero_init import build_bytes
 from ds_vertical.planner.candidate import with_state_in_memory
 from ds_vertical.planner.model_shape import Division, estimated, shape_of
-from ds_vertical.types import Placement
+from ds_vertical.planner.search import Task, choose
+from ds_vertical.types import REDUCED_TOGETHER, Placement
 
 GIB = 1 << 30
 LAYERS, HIDDEN, INNER, VOCAB, LENGTH = 32, 4096, 11008, 32000, 64
@@ -89,6 +95,38 @@ def adapted_llama() -> nn.Module:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SMALL)).to(torch.bfloat16)
         return get_peft_model(model, LoraConfig(r=512, target_modules=["q_proj", "v_proj"]), autocast_adapter_dtype=False)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_reduction_copies_what_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
+    """As many bytes as a run finds, though a frozen embedding is far larger than any adapter."""
+    spec = read_spec("llama", SMALL | {"vocab_size": 20_000}, LENGTH, "bf16", Lora(512))
+    assert memory_budget.largest_trained(spec) == 512 * 1024 < spec.largest_parameter == 20_000 * 1024
+    shape = shape_of(spec, estimated(spec, 1, 1e12), Division(1, num_ranks=num_ranks))
+    start_process_group()
+    monkeypatch.setattr(distributed_ranks, "world_size", lambda: num_ranks)
+    config = base_config(tmp_path, num_micro_batches=16)
+    section = load_section(config)
+    assert section is not None
+    model = adapted_llama()
+    forecast = Forecast(map_layers(model), groups_of(model, None, None), config, resolve(section, 0))
+    found = memory_budget.as_run(shape, spec, one_memory=True, least_file_bytes=1 << 20).reduce_bytes
+    assert found == forecast.shape.reduce_bytes == (num_ranks > 1) * 4 * REDUCED_TOGETHER
+
+
+def test_a_plan_for_adapters_has_as_many_buffers_as_memory_holds(tmp_path: Path) -> None:
+    """There is no state whose set-up takes more. None is refused for want of eight."""
+    spec = read_spec("llama", SMALL | {"vocab_size": 64_000, "num_hidden_layers": 40}, LENGTH, "bf16", Lora(8))
+    task = Task(spec, 2 * LENGTH, lambda size: estimated(spec, size, 1e11), micro_batch_size=1, keep=False)
+    limit = search._LIBRARIES.num_bytes + 900e6
+    found = choose(task, CPU, limits(limit)).chosen
+    config = write_config(found, spec, TrainingOptions(1.0, (str(tmp_path),), locked=False))
+    count = config["zero_optimization"]["offload_param"]["buffer_count"]
+    taken = partial(build_bytes, found.shape, spec.largest_parameter, found.case.further)
+    assert 2 < count < 8 and taken(True, count) <= limit < taken(True, count + 1)
+    assert taken(True, count) - taken(False, count) == 2 * spec.largest_parameter  # beside a device it is made there
+    norms = [item.num_bytes for item in found.items if item.what == "fp64 copy for a norm"]
+    assert norms == [8 * memory_budget.largest_trained(spec)] == [8 * 8 * 1024]
 
 
 @pytest.mark.slow
