@@ -260,19 +260,19 @@ def is_short(case: LpProblem) -> bool:
     """Whether a tier lacks bytes whatever the shares, as `shortage` has it."""
     bounds = dict(zip(_SHARES, _bounds(case, _SHARES), strict=True))
     rows = _memory_rows(replace(case, menu=None), SPARE)
-    return any(_is_out_of_reach(row, bounds) for row in rows) or bool(shortage(case))
+    return any(_is_out_of_reach(row, bounds) for row in rows) or bool(shortage(case)[0])
 
 
-def shortage(case: LpProblem) -> dict[Tier, float]:
-    """Bytes that the tiers lack, together as few of each tier's size as can be, with whatever shares suit that best; tiers that
-    suffice are left out."""
-    parts, found = _shortage(case)
-    in_host = _all_in_host(case) if Tier.SSD in found else None  # otherwise parameters on SSD take less
-    return found if in_host is None else min((parts, found), _shortage(in_host), key=lambda entry: entry[0])[1]
+def shortage(case: LpProblem) -> tuple[dict[Tier, float], Placement]:
+    """Bytes that the tiers lack, together as few of each tier's size as can be, with whatever shares suit that best, and what
+    rests where with these; tiers that suffice are left out."""
+    found = _shortage(case)
+    in_host = _all_in_host(case) if Tier.SSD in found[1] else None  # otherwise parameters on SSD take less
+    return (found if in_host is None else min(found, _shortage(in_host), key=lambda entry: entry[0]))[1:]
 
 
-def _shortage(case: LpProblem) -> tuple[float, dict[Tier, float]]:
-    """Of each tier's size what the tiers lack, together, and the bytes."""
+def _shortage(case: LpProblem) -> tuple[float, dict[Tier, float], Placement]:
+    """Of each tier's size what the tiers lack, together, the bytes, and what rests where."""
     from scipy.optimize import linprog
 
     rows = list(_memory_rows(replace(case, menu=None), SPARE))
@@ -286,7 +286,9 @@ def _shortage(case: LpProblem) -> tuple[float, dict[Tier, float]]:
     best: Any = linprog([0.0] * len(_SHARES) + [1.0] * len(rows), matrix, limits, bounds=bounds, method="highs")
     lacking = zip(rows, best.x[len(_SHARES) :], strict=True)
     short = sorted((float(part) * row.scale / (1 - SPARE), _tier_of(row)) for row, part in lacking if part > 1e-9)
-    return float(best.fun), {tier: num_bytes for num_bytes, tier in short}  # of a tier's rows that which lacks most
+    values = dict(zip(_SHARES, map(float, best.x[: len(_SHARES)]), strict=True))
+    placement = Solution(values, 0.0, ()).placement(case.shape.in_files(TensorKind.STATE))
+    return float(best.fun), {tier: num_bytes for num_bytes, tier in short}, placement  # of a tier's rows that which lacks most
 
 
 def _tier_of(row: Constraint) -> Tier:

@@ -297,7 +297,7 @@ class _Search:
     def _lacks_generations(self) -> bool:
         """Whether the SSD has no room for two generations of files, whatever else is where."""
         sizes = _Sizes(*next(self.task.counts()), 1)
-        return Tier.SSD in linear_program.shortage(self._case(sizes, _Timing(1.0, 0.0, True)))
+        return Tier.SSD in linear_program.shortage(self._case(sizes, _Timing(1.0, 0.0, True)))[0]
 
     def _case(self, sizes: _Sizes, timing: _Timing, seconds: Seconds | None = None) -> LpProblem:
         """`seconds`: of the pieces; None where only memory matters."""

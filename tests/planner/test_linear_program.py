@@ -184,6 +184,6 @@ def test_what_is_scarce_decides_where_things_rest() -> None:
 def test_a_tier_that_is_too_small_at_any_share_is_named_with_its_bytes() -> None:
     given = case(limits=dict(zip(Tier, (1 * GIB, 1e12, 1e13), strict=True)))
     assert linear_program.solve(given) is None
-    lacking = linear_program.shortage(given)
+    lacking, _ = linear_program.shortage(given)
     least = min(linear_program.tier_bytes(given, Placement.of(activations_on_host=a), Tier.DEVICE) for a in (0.0, 1.0))
     assert lacking == {Tier.DEVICE: pytest.approx((least - 0.995 * GIB) / 0.995)}  # a little is left free

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner.linear_program import LpProblem
-from ds_vertical.types import Placement, Tier
+from ds_vertical.types import Placement, TensorKind, Tier
 
 
 class Refused(Protocol):
@@ -30,11 +31,12 @@ class Refused(Protocol):
 def refusal(search: Refused) -> str:
     """Which tier is too small at any setting, by how much at the setting that needs least, what takes most of it there, and
     what would fit."""
-    lacking = [(linear_program.shortage(case), case, size) for case, size, _ in search.cases()]
-    least, case, size = min(lacking, key=lambda entry: sum(entry[0].values()))
-    over = [] if least else [(_over(own, placement), own, each) for own, placement, each in search.placed()]
+    lacking = [(*linear_program.shortage(case), case, size) for case, size, _ in search.cases()]
+    least, placement, case, size = min(lacking, key=lambda entry: sum(entry[0].values()))
+    over = [] if least else [(_over(own, each), each, own, number) for own, each, number in search.placed()]
     if over:  # it fits by shares that no whole micro-batches make
-        least, case, size = min(over, key=lambda entry: sum(entry[0].values()))
+        least, placement, case, size = min(over, key=lambda entry: sum(entry[0].values()))
+    case = replace(case, shape=replace(case.shape, placement=placement))
     whole, advice = "whole " * bool(over), " or ".join(search.remedies(least))
     if not least:
         return f"no setting fits in whole micro-batches of {size}; it takes {advice}"
@@ -49,11 +51,11 @@ def _over(case: LpProblem, placement: Placement) -> dict[Tier, float]:
 
 
 def _most(case: LpProblem, tier: Tier) -> str:
-    """In words what takes most of a tier, with everything where a case has it first; of what a plan can change."""
-    items = memory_budget.budget(case.shape, case.terms, case.further)
-    items = memory_budget.with_setup(items, case.setup_bytes, case.build_bytes) + memory_budget.ssd_items(
-        case.shape, case.terms
-    )
+    """In words what takes most of a tier, with everything where the case's shape has it; of what a plan can change."""
+    shape, terms = case.shape, case.terms
+    build = case.build_bytes if shape.in_files(TensorKind.PARAMETERS) else 0.0
+    items = memory_budget.with_setup(memory_budget.budget(shape, terms, case.further), case.setup_bytes, build)
+    items += memory_budget.ssd_items(shape, terms)
     own = [item for item in items if item.tier is tier]
     most = max(own, key=lambda item: (item.key != memory_budget.MEASURED_KEY, item.num_bytes), default=None)
     return "" if most is None else f" (most is {most.what}: {most.num_bytes / 2**20:.0f} MiB)"

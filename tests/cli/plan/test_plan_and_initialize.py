@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,13 +14,16 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from planned_runs import BASELINE, CPU, MODELS, Setting, forecast_of, limits, planned_bytes, run_bytes
 
+from ds_vertical.cli.plan.counted_specs import counted_spec
 from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.engine import memory_check
+from ds_vertical.model.hf import SHAPES, read_fields
+from ds_vertical.planner import machine
 from ds_vertical.planner.budget.shortage import refusal
 from ds_vertical.planner.candidate import Candidate, fits
 from ds_vertical.planner.linear_program import LpProblem, solve, tier_bytes
-from ds_vertical.planner.model_shape import ModelShape
-from ds_vertical.planner.search import PlanError, choose
+from ds_vertical.planner.model_shape import ModelShape, estimated
+from ds_vertical.planner.search import _LIBRARIES, PlanError, Task, _Search, _Sizes, _Timing, choose
 from ds_vertical.types import Placement, TensorKind, Tier
 
 MIB = 1 << 20
@@ -258,6 +261,36 @@ def test_a_plan_that_is_refused_says_what_mends_it_and_that_does(clip: float) ->
     if length := re.search(r"--sequence-length (\d+)", message):
         spec = setting.spec.shortened(int(length[1]))
         choose(replace(setting.task, spec=spec), CPU, limits(1.2e9))
+
+
+def test_the_item_that_a_refusal_names_is_there_with_what_it_is_short_by() -> None:
+    """Shares are chosen so that as little as can be is lacking: gradients of 30 GB are then on SSD."""
+    path = SHAPES / "llama_3_8b.json"
+    spec = counted_spec(path, read_fields(path), 2048, "bf16")
+    assert spec is not None
+    task = Task(spec, 2048, lambda size: estimated(spec, size, 1e14), micro_batch_size=1, keep=False)
+    search = _Search(task, machine.read_profile("a100_server").machine, limits(9e9), (_LIBRARIES,))
+    message = refusal(OneCase(search._case(_Sizes(1, 1, 1), _Timing(1.0, 1.0, False))))
+    found = re.search(r"host memory: (\d+) MiB short \(most is ([a-z' .]+): (\d+) MiB\)", message)
+    assert found is not None and int(found[3]) <= 9e9 / MIB + int(found[1])
+    assert found[2] != "gradients"
+
+
+@dataclass
+class OneCase:
+    """A search with one case, which has found nothing."""
+
+    case: LpProblem
+
+    def cases(self) -> Iterator[tuple[LpProblem, int, int]]:
+        yield self.case, 1, 1
+
+    def placed(self) -> Iterator[tuple[LpProblem, Placement, int]]:
+        yield from ()
+
+    def remedies(self, lacking: Mapping[Tier, float]) -> Iterator[str]:
+        assert lacking
+        yield "so much"
 
 
 def test_a_plan_that_whole_micro_batches_keep_from_fitting_names_the_tier() -> None:
