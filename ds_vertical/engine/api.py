@@ -206,6 +206,7 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     `config`: dict, path or base64, as `deepspeed.initialize` takes it. Returns the dict to give to `zero.Init`,
     `HfDeepSpeedConfig` and `initialize`: every nvme_path is replaced by `nvme_path/<run id>`, the same on all ranks, locked
     until the process ends. A configuration that is prepared already is given back. Initialises distributed if needed.
+    With `host_memory_bytes` and parameters on SSD each call is collective: the ranks of a host count each other.
 
     Raises ConfigError (the JSON path, the value, what to write) and StorageError (the folder is in use).
     """

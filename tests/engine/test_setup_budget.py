@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +174,8 @@ def test_a_plan_counts_the_buffers_where_they_take_most() -> None:
     largest, further, total = setting.spec.largest_parameter, found.case.further, sum(planned_bytes(found).values())
     count = setting.config(found, 2.6e9)["zero_optimization"]["offload_param"]["buffer_count"]
     assert 8 < count < 32
-    assert (
-        build_bytes(found.shape, largest, further, True, count)
-        <= total
-        < build_bytes(found.shape, largest, further, True, count + 1)
-    )
+    taken = partial(build_bytes, found.shape, largest, further, True)
+    assert taken(count) <= total < taken(count + 1)
     more = replace(found, case=replace(found.case, build_bytes=total + 5e6))
     assert planned_bytes(more)["zero.Init's buffers beyond the rest"] >= 5e6 - 1
     assert sum(planned_bytes(more).values()) == pytest.approx(total + 5e6, abs=1), "the larger of both, and not their sum"
@@ -200,5 +198,9 @@ def test_prepare_warns_of_buffers_that_the_written_memory_does_not_hold(
     offload["buffer_count"] = int(found[1]) - 3  # what else the process has taken meanwhile
     ds_vertical.prepare(config)
     assert "zero.Init locks" not in capsys.readouterr().out
+    (line,) = tight_buffers(config, host.resident_bytes() + (3 << 20))
+    assert line.endswith(
+        'write "buffer_count": 1 and as "buffer_size" the elements of the largest shard, or, where it is that, more host_memory_bytes'
+    )
     offload["device"] = "cpu"
     assert tight_buffers(config, 1) == []
