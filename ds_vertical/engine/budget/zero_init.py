@@ -31,7 +31,10 @@ def tight_buffers(config: DeepSpeedJson, limit: int | None) -> list[str]:
     fitting = max(0, allowed - held) * count // locked - 1  # a parameter that is being built takes as much as one
     less = f'"buffer_count": {fitting} (now {count})'
     if fitting < 1:
-        less = '"buffer_count": 1 and as "buffer_size" the elements of the largest shard, or, where it is that, more host_memory_bytes'
+        less = (
+            '"buffer_count": 1, and the elements of the largest shard as "buffer_size", or more "host_memory_bytes" where that'
+            " is written"
+        )
     return [
         f"warning: zero_optimization.offload_param: zero.Init locks {locked} bytes ({count} x {size} elements) while the model"
         f" is built, beside {held} of the process, and vertical_schedule.host_memory_bytes allows {allowed}: a process that"
