@@ -264,7 +264,7 @@ def test_a_plan_that_is_refused_says_what_mends_it_and_that_does(clip: float) ->
 
 
 def test_the_item_that_a_refusal_names_is_there_with_what_it_is_short_by() -> None:
-    """Shares are chosen so that as little as can be is lacking: gradients of 30 GB are then on SSD."""
+    """Shares are chosen so that as little as can be is lacking: most of 30 GB of gradients is then on SSD."""
     path = SHAPES / "llama_3_8b.json"
     spec = counted_spec(path, read_fields(path), 2048, "bf16")
     assert spec is not None
@@ -273,7 +273,6 @@ def test_the_item_that_a_refusal_names_is_there_with_what_it_is_short_by() -> No
     message = refusal(OneCase(search._case(_Sizes(1, 1, 1), _Timing(1.0, 1.0, False))))
     found = re.search(r"host memory: (\d+) MiB short \(most is ([a-z' .]+): (\d+) MiB\)", message)
     assert found is not None and int(found[3]) <= 9e9 / MIB + int(found[1])
-    assert found[2] != "gradients"
 
 
 @dataclass

@@ -102,7 +102,7 @@ def test_a_reduction_copies_what_is_trained(tmp_path: Path, monkeypatch: pytest.
     """As many bytes as a run finds, though a frozen embedding is far larger than any adapter."""
     spec = read_spec("llama", SMALL | {"vocab_size": 20_000}, LENGTH, "bf16", Lora(512))
     assert memory_budget.largest_trained(spec) == 512 * 1024 < spec.largest_parameter == 20_000 * 1024
-    shape = shape_of(spec, estimated(spec, 1, 1e12), Division(1, num_ranks=num_ranks))
+    shape = shape_of(spec, estimated(spec, 1, 1e12), Division(1, num_shards=num_ranks))
     start_process_group()
     monkeypatch.setattr(distributed_ranks, "world_size", lambda: num_ranks)
     config = base_config(tmp_path, num_micro_batches=16)
