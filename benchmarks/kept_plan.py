@@ -106,6 +106,6 @@ class Planner:
         terms = memory_budget.BudgetTerms(self.num_micro_batches, WINDOW, held_share=DELAY, one_memory=machine.one_memory)
         limits = {**self.profile.capacity, Tier.HOST: self.host_bytes or self.profile.capacity[Tier.HOST]}
         copy = memory_budget.norm_copy(spec.largest_parameter, machine.one_memory)
-        reducing = memory_budget.reduce_bytes(spec.largest_parameter, machine.one_memory)
+        reducing = memory_budget.reduce_bytes(spec.largest_parameter, 1, machine.one_memory)
         shape = replace(shape_of(spec, self.seconds, division), reduce_bytes=reducing)
         return LpProblem(shape, machine, terms, limits, DELAY, True, (LIBRARIES, copy), fixed=_MOVES_NOTHING)

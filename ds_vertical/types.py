@@ -21,6 +21,7 @@ from ds_vertical.errors import CostsError
 
 PRE: Final = "pre"
 SUF: Final = "suf"
+REDUCED_TOGETHER: Final = 1 << 22  # elements of the parameters that one collective reduces, or one larger parameter
 NORM_ELEMENTS: Final = 250_000_000  # of a gradient, of which stock takes the norm at a time
 LARGE_GRADIENT: Final = 1 << 18  # elements from which on a gradient is added as soon as it is made
 NORM_COPIED: Final = 1 << 22  # elements of a gradient in host memory up to which its norm is taken of a copy

@@ -38,6 +38,8 @@ class OffloadSettings:
     least_bytes: int  # smaller shards stay in memory
     largest_persistent: int  # of the parameters that stay on the device, if `all_persistent` is not reached
     all_persistent: int
+    init_buffers: int = 0  # of zero.Init, for parameters in files
+    fast_init: bool = False  # stock's optimizer reads parameters into many of these at a time while it is set up
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> OffloadSettings:
@@ -54,7 +56,14 @@ class OffloadSettings:
             max(MIN_AIO_BYTES, aio["block_size"]),
             int(zero.param_persistence_threshold),
             int(zero.model_persistence_threshold),
+            int(param.buffer_count) if param is not None and IN_FILES[params_tier] else 0,
+            optimizer is not None and optimizer.device == OffloadDeviceEnum.nvme and bool(optimizer.fast_init),
         )
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Those that a smaller number may mend: `sub_group_size`, `max_in_cpu`, `buffer_count` of offload_param."""
+        return self.sub_group_size, self.max_in_cpu, self.init_buffers
 
     @property
     def params_in_files(self) -> bool:
@@ -65,6 +74,16 @@ class OffloadSettings:
     def state_in_files(self) -> bool:
         """Whether the optimizer's state rests in files, as far as it is not too small for that."""
         return IN_FILES[self.state_tier]
+
+    def host_rooms(self, groups: Iterable[int]) -> list[int]:
+        """Of the optimizer's groups, which have so many elements on this rank, how many of each stay in host memory though
+        parameters are to be on SSD: `max_in_cpu` is for all groups of one rank together, and the first ones have it first."""
+        found, passed = [], 0
+        for numel in groups:
+            left = max(0, self.max_in_cpu - passed)
+            found.append(min(numel, left) or 1)  # a group without room has a buffer of one element in stock
+            passed += numel
+        return found
 
     def persistent(self, sizes: Iterable[int]) -> list[bool]:
         """Of parameters of these elements, in the model's order, which stay on the device: as `mark_persistent_parameters`."""

@@ -69,6 +69,18 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def whole_bytes(params: Iterable[ZeroParam]) -> int:
+    """Of these parameters, what is in host memory of those that nobody has partitioned yet."""
+    return sum(_num_bytes(param) for param in params if not is_zero_param(param) and param.device.type == "cpu")
+
+
+def are_outside(params: Iterable[ZeroParam]) -> bool:
+    """Whether DeepSpeed makes a zero.Init of its own for these parameters, on whatever device they are: it does where nobody
+    has partitioned any of them. False where they are nowhere."""
+    held = list(params)
+    return not any(map(is_zero_param, held)) and any(not param.is_meta for param in held)
+
+
 def bytes_in_memory(params: Iterable[ZeroParam]) -> int:
     """Of these parameters, what is in host memory at present: shards that rest there, whole ones if not partitioned yet."""
     tensors = (param.ds_tensor if is_zero_param(param) else param for param in params)

@@ -409,7 +409,7 @@ def max_in_cpu_warning(config: Mapping[str, object]) -> list[str]:
     if not num_elements > 0:
         return []
     origin = "DeepSpeed's default, as it is not written" if written is None else "as written"
-    effect = 'up to that many parameter elements stay in host memory although device is "nvme"'
+    effect = 'up to that many elements of each rank\'s parameters stay in host memory although device is "nvme"'
     return [f"{path}: {num_elements:.0f} ({origin}): {effect}; write 0 to put all parameters on SSD"]
 
 

@@ -41,12 +41,14 @@ from ds_vertical.engine.autotune import (
     settle_read_ahead,
     spared,
 )
+from ds_vertical.engine.budget.room import host_room
+from ds_vertical.engine.budget.zero_init import tight_buffers
 from ds_vertical.engine.engine import VerticalEngine
 from ds_vertical.engine.integrations.pretrained import write_full_weights
 from ds_vertical.engine.integrations.stock_calls import StockCalls
 from ds_vertical.engine.keeping.keeping import check_room
 from ds_vertical.engine.keeping.planner import KeepPlanner, open_choice
-from ds_vertical.engine.memory_check import Forecast, check_memory, groups_of, host_room, read_ahead_bytes
+from ds_vertical.engine.memory_check import Forecast, check_memory, groups_of, read_ahead_bytes
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.signals import leave_on_sigterm
 from ds_vertical.engine.train_loop import TrainLoop
@@ -204,9 +206,19 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     `config`: dict, path or base64, as `deepspeed.initialize` takes it. Returns the dict to give to `zero.Init`,
     `HfDeepSpeedConfig` and `initialize`: every nvme_path is replaced by `nvme_path/<run id>`, the same on all ranks, locked
     until the process ends. A configuration that is prepared already is given back. Initialises distributed if needed.
+    With `host_memory_bytes` and parameters on SSD each call is collective: the ranks of a host count each other.
 
     Raises ConfigError (the JSON path, the value, what to write) and StorageError (the folder is in use).
     """
+    prepared = _prepare(config)
+    section = load_section(prepared)
+    if section is not None and section.enabled:
+        for line in tight_buffers(prepared, section.host_memory_bytes):
+            accelerator.log(f"ds_vertical: {line}")
+    return prepared
+
+
+def _prepare(config: DeepSpeedJson | str) -> DeepSpeedJson:
     raw = _with_levels(read_config(config))
     preflight.check_process(nvme_paths(raw))
     section = load_section(raw)
@@ -351,7 +363,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, begun: l
     check_room(resolved.activations, host_bytes, left)
     resolved = settle_read_ahead(section, resolved, forecast)
     needs += [*disk_check.check_disk(forecast, config, resolved), *late_copies(section, resolved, forecast.timing)]
-    prepared = prepare(config)
+    prepared = _prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         accelerator.log(f"ds_vertical: {line}")
     budget = _budget_of(forecast, host_bytes, left, planner, resolved.host_memory_bytes is not None)
@@ -382,7 +394,8 @@ def _budget_of(forecast: Forecast, host_bytes: int, left: int, planner: KeepPlan
     counted = tuple(item for item in memory_budget.budget(shape, terms, forecast.further(0)) if item.tier is Tier.DEVICE)
     needed, room = host_bytes + read_ahead_bytes(forecast), left - read_ahead_bytes(forecast)
     is_short = not forecast.keeps_freed or (is_limited and room < max(kept, behind) + SPARE_SHARE * needed)
-    return HostBudget(needed, kept, left, behind, planner, forecast.pairs, forecast.keeps_freed, is_short, counted)
+    settled = forecast.pairs, forecast.keeps_freed, is_short
+    return HostBudget(needed, kept, left, behind, planner, *settled, counted, forecast.fewer)
 
 
 def _start_ranks(resolved: RunSettings, config: DeepSpeedJson) -> ElasticCounts | None:

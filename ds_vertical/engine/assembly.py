@@ -41,6 +41,7 @@ from ds_vertical.offload.param_shards import ShardFiles
 from ds_vertical.offload.param_store import ParamSettings, ParamStore
 from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper, moved_remedy
 from ds_vertical.planner.activation_tiers import activation_tiers
+from ds_vertical.planner.budget.fewer import FewerMicroBatches
 from ds_vertical.planner.memory_budget import BudgetItem, layer_buffers
 from ds_vertical.schedule.activations import LOOK_AHEAD
 from ds_vertical.schedule.events import Outside, Unit
@@ -59,7 +60,7 @@ class HostBudget:
     that state. `pairs`: whether there is room for a layer's gradients that wait for the next micro-batch's; `keeps_freed`:
     whether there is to keep what any backward frees. `is_short`: whether freed memory goes back to the system within each
     step, since there is no room to keep it, or little is left of what the user has written. `on_device`: what has been
-    counted of a device with memory of its own.
+    counted of a device with memory of its own. `fewer`: how the JSON has fewer micro-batches, for advice.
     """
 
     needed: int
@@ -71,6 +72,7 @@ class HostBudget:
     keeps_freed: bool = True
     is_short: bool = False
     on_device: tuple[BudgetItem, ...] = ()
+    fewer: FewerMicroBatches | None = None
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,7 @@ class Assembly:
     aio: Mapping[str, Any]
     steps: StepKind
     elastic: ElasticCounts | None = None
+    fewer: FewerMicroBatches | None = None  # how the JSON has fewer micro-batches, for advice
 
     def give_memory_back(self) -> None:
         """Return to the system what DeepSpeed's set-up no longer needs: the pages of stock's buffers, and what stock has freed
@@ -258,12 +261,8 @@ class Assembly:
             stripes.spread_file(path, sys.maxsize)  # it grows
         most_loads = (LOOK_AHEAD + 1) * (2 if max(map(len, layers.layers)) == 1 else 3)  # inputs, blocks' inputs, gradients
         store = ActivationStore(TensorSwapper(path, self._new_queue, _HOST_MEMORY, self._device, most_loads, host_limit))
-        fewer = "fewer gradient_accumulation_steps"
-        if self.elastic is not None:
-            fewer = f'a smaller "vertical_schedule.elastic.max_micro_batches" (now {self.elastic.most})'
-        store.swapper.host_tier.remedy = partial(
-            moved_remedy, fewer, folder is not None and vertical.activations.device is not Tier.SSD
-        )
+        may_advise_ssd = folder is not None and vertical.activations.device is not Tier.SSD
+        store.swapper.host_tier.remedy = partial(moved_remedy, self._fewer.told, may_advise_ssd)
         return store
 
     def open_keeping(
@@ -276,13 +275,15 @@ class Assembly:
 
         def open_store(settings: ActivationSettings, gives_up: bool) -> KeptStore | None:
             store = self._open_kept(settings, gives_up, (folder, host_limit), activations)
+            if store is not None:
+                store.fewer = self._fewer.told
             if store is not None and elastic is not None and not gives_up:
-                store.growth = growth(elastic, num_layers, limit, settings, num_passes)
+                store.growth = growth((elastic, self._fewer), num_layers, limit, settings, num_passes)
             return store
 
         keeping = RunKeeping(self.vertical, self.layers, planner, open_store, (folder, host_limit))
         if elastic is not None and accelerator.is_one_memory() and activations is None:
-            keeping.passing = PassingBytes(elastic, num_layers, limit, num_passes)
+            keeping.passing = PassingBytes((elastic, self._fewer), num_layers, limit, num_passes)
         return keeping
 
     def _open_kept(
@@ -344,6 +345,10 @@ class Assembly:
             f" rank: {describe_tiers(self.layers)}; host buffers {params.host_bytes}; {describe_activations(self.vertical)};"
             f" optimizer {self.optimizer.describe()}"
         )
+
+    @property
+    def _fewer(self) -> FewerMicroBatches:
+        return FewerMicroBatches(1) if self.fewer is None else self.fewer
 
     @property
     def _device(self) -> torch.device:

@@ -33,7 +33,8 @@ from torch import nn
 
 from ds_vertical.config.section import SECTION, VerticalConfig
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.memory_check import Forecast, machine_room, read_ahead_bytes
+from ds_vertical.engine.budget.room import machine_room
+from ds_vertical.engine.memory_check import Forecast, read_ahead_bytes
 from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.model.compiled_blocks import any_compiled
 from ds_vertical.offload.speculation import StepTiming
@@ -54,7 +55,7 @@ _DELAY_STEPS: Final = 5  # shares of the fixed rule's delay that are tried, from
 _STATE_KEY: Final = "optimizer_host_share"
 _IMPORTED_BYTES: Final = 32 << 20  # at most: what choices leave of the room
 
-# bytes of host memory that this rank may take in all, and beside its parameters: `memory_check.host_room`
+# bytes of host memory that this rank may take in all, and beside its parameters: `budget.room.host_room`
 Room = tuple[int, int]
 
 

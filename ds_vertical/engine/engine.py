@@ -74,7 +74,7 @@ class VerticalEngine(CallableEngine):
         vertical, layers = self.vertical, self.layers
         progress = self._meter(folder, elastic)
         made_of = self.module, self.optimizer, vertical, layers, self.tracer, engine.aio_config(self)
-        assembly = Assembly(*made_of, self._steps, elastic)
+        assembly = Assembly(*made_of, self._steps, elastic, budget.fewer)
         with interrupts.deferred(firmly=True):  # nothing is locked or started that `destroy` would not find
             assembly.give_memory_back()
             self._params = assembly.open_params()

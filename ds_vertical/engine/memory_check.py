@@ -15,13 +15,14 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ds_vertical.compat import accelerator, gradient_norm, stock_config, swap_buffers, zero_params
+from ds_vertical.compat import accelerator, gradient_norm, stock_config, zero_params
 from ds_vertical.config.file import DeepSpeedJson, num_micro_batches
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.engine.budget.freed import freed_bytes
 from ds_vertical.engine.budget.further import acco_items, compression_items, level_items
-from ds_vertical.engine.zero3.chunks import REDUCED_TOGETHER
+from ds_vertical.engine.budget.room import host_room
+from ds_vertical.engine.budget.zero_init import with_buffers
 from ds_vertical.engine.zero3.planned_chunks import PlannedChunk, PlannedShards
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.io import host
@@ -30,6 +31,8 @@ from ds_vertical.offload.chunking import ALIGNMENT, FP32_BYTES, boundary, split_
 from ds_vertical.offload.masters.compressed import low_file_bytes, value_bytes
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
+from ds_vertical.planner.budget.check import check_budget
+from ds_vertical.planner.budget.fewer import FewerMicroBatches
 from ds_vertical.planner.memory_budget import STATE_SHARE, STATE_SHARES, USED_BY_READING, BudgetItem, BudgetTerms
 from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.schedule.events import Unit
@@ -43,7 +46,7 @@ _HOLES, _MOST_HOLES = 0.05, 128 << 20
 _SHARES: Final = (0.75, 0.5, 0.25, 0.0)
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
 
-_Room = tuple[int, int]  # see `host_room`
+_Room = tuple[int, int]  # see `room.host_room`
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Forecast:
     ) -> None:
         self._layers = layers
         self._resolved = resolved
-        self._json = stock_config.OffloadSettings.read(config)
+        self._json, self._config = stock_config.OffloadSettings.read(config), config
         self.host_share = resolved.optimizer_host_share if self._json.state_in_files else 0.0
         self.changed: Callable[[str, float], Forecast] = lambda path, value: Forecast(
             layers, groups, *_with_key(config, resolved, path, value)
@@ -96,9 +99,7 @@ class Forecast:
         self.ahead = 0  # slots for state that is read before the norm, once all else is known
         self.most_ahead: int | None = None  # of these, that open files allow; None: any number
         self.why_ahead = ""
-        self._num_micro_batches = num_micro_batches(config, self._shards.num_shards)
-        if resolved.elastic is not None:  # a rank may bring more than the JSON has for each
-            self._num_micro_batches = resolved.elastic.most_of(self._num_micro_batches, self._shards.num_shards)
+        self.fewer = _fewer(config, resolved, self._shards.num_shards)
         self.micro_batch_size = int(config.get("train_micro_batch_size_per_gpu") or 1)
 
     @property
@@ -141,7 +142,7 @@ class Forecast:
         every: tuple[Unit, ...] = (PRE, *range(self._layers.num_layers))  # that every model has; `suf` is counted apart
         file_ids = {id(param) for param in in_files}
         elements = {unit: sum(map(zero_params.full_numel, params)) for unit, params in units.items()}
-        stepped = {id(param) for chunk in self.chunks for param in chunk.params}
+        stepped = shards.stepped
         trained = {u: sum(zero_params.full_numel(p) for p in params if id(p) in stepped) for u, params in units.items()}
         files = {u: sum(shards.file_bytes(p) for p in params if id(p) in file_ids) for u, params in units.items()}
         pre, *layer_elements = (elements[unit] for unit in every)
@@ -180,7 +181,7 @@ class Forecast:
     def terms(self) -> BudgetTerms:
         """How the run uses memory: its micro-batches, buffers and slots."""
         return BudgetTerms(
-            self._num_micro_batches,
+            self.fewer.most,  # with `elastic` a rank may bring more than the JSON has for each
             self._resolved.prefetch_layers,
             slots=memory_budget.num_slots(len(self._piece_bytes), self._resolved.overlap),
             held_share=self._held_share,
@@ -194,12 +195,12 @@ class Forecast:
     @property
     def waits_for_no_pair(self) -> bool:
         """Whether memory keeps gradients from waiting that otherwise would."""
-        in_turn = self._resolved.order != "vertical" or self._num_micro_batches == 1
+        in_turn = self._resolved.order != "vertical" or self.fewer.most == 1
         return self._one_memory and not (in_turn or self.pairs)
 
     def paired(self, room: tuple[int, int]) -> Forecast:
         """This forecast, with gradients that wait for the next micro-batch's, and freed memory kept, only where these fit.
-        `room`: see `host_room`."""
+        `room`: see `room.host_room`."""
         (allowed, baseline), shape = room, self.shape
         further = self.further(baseline)
 
@@ -230,8 +231,8 @@ class Forecast:
             memory_budget.scaled_gradient(largest_chunk, self._certain),
             *compression_items(self._shards, self._resolved),
             BudgetItem(Tier.HOST, "parameters that stay fp32", self._wide_bytes, "(their dtype)"),
-            *level_items(self._layers, self._resolved, self._param_bytes),
-            *acco_items(self._layers, self._resolved, self._param_bytes),
+            *level_items(self._layers, self._resolved, self._shards),
+            *acco_items(self._layers, self._resolved, self._shards),
         )
 
     @property
@@ -244,12 +245,14 @@ class Forecast:
 
     @property
     def setup_bytes(self) -> int:
-        """What stock's buffers and copies take while its optimizer is set up, before there are buffers of ours."""
+        """What stock's buffers and copies take until its optimizer has been set up, before there are buffers of ours."""
         of_all = self.chunks if self._json.state_in_files else ()  # stock's buffers are as large as the largest of all chunks
         state = max((chunk.numel for chunk in of_all), default=0)
         staged = max((chunk.numel for chunk in self.chunks if chunk.params_in_files), default=0) * self._param_bytes
         resting = sum(chunk.numel for chunk in of_all if not chunk.state_in_files)  # masters, and stock's zeroed gradients
-        return memory_budget.stock_setup(state, staged, resting)
+        setup = memory_budget.stock_setup(state, staged, resting)
+        read = (chunk.numel for chunk in of_all if chunk.params_in_files and chunk.state_in_files)
+        return with_buffers(self.params, self._config, setup, self._json.fast_init * sum(read) * self._param_bytes)
 
     # ---- sizes
 
@@ -281,7 +284,7 @@ def _reduce_bytes(chunks: Sequence[PlannedChunk], num_shards: int, one_memory: b
     sums have memory of their own for a copy in fp32, or in the order of the ranks."""
     largest = max((size for chunk in chunks for size in chunk.sizes), default=0)
     whole = max((zero_params.full_numel(param) for chunk in chunks for param in chunk.params), default=0)
-    copied = FP32_BYTES * max(whole, REDUCED_TOGETHER if num_shards > 1 else 0)
+    copied = memory_budget.reduced_bytes(whole, num_shards)
     if one_memory:
         return copied if num_shards > 1 else 0
     return min(largest, NORM_ELEMENTS) * stock_config.norm_bytes() + copied
@@ -298,22 +301,11 @@ def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[l
     return [[param for param in group if param.requires_grad] for group in listed]
 
 
-def host_room(params: Iterable[nn.Parameter], limit: int | None) -> tuple[int, int]:
-    """(bytes of host memory that this rank may take in all, those that it takes beside its parameters). `limit`: see
-    `check_memory`. Gives the pages of zero.Init's buffers back first, and of what was freed while the model was built.
-    Collective."""
-    held = list(params)
-    swap_buffers.rest_stock_buffers(held)
-    host.trim()
-    if distributed_ranks.world_size() > 1:
-        distributed_ranks.is_true_on_all_ranks(True)  # what is free is measured once all of this host's have given theirs back
-    allowed = machine_room() if limit is None else limit // distributed_ranks.ranks_on_this_host()
-    return allowed, max(0, host.resident_bytes() - swap_buffers.bytes_in_memory(held))
-
-
-def machine_room() -> int:
-    """Bytes of host memory that this rank may take in all by what the machine has free now, whatever the JSON says."""
-    return host.resident_bytes() + host.available_bytes() // distributed_ranks.ranks_on_this_host()
+def _fewer(config: DeepSpeedJson, resolved: RunSettings, num_ranks: int) -> FewerMicroBatches:
+    batch, halves = config.get("train_batch_size"), resolved.acco is not None
+    is_derived = not isinstance(config.get("gradient_accumulation_steps"), int)
+    counted = num_micro_batches(config, num_ranks), num_ranks, resolved.elastic
+    return FewerMicroBatches(*counted, halves, batch if isinstance(batch, int) else None, is_derived)
 
 
 def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int | None) -> tuple[list[str], int, int]:
@@ -431,9 +423,11 @@ def _fitting_share(forecast: Forecast, room: _Room) -> float | None:
 
 def _mending(forecast: Forecast, room: _Room) -> list[str]:
     """Numbers in the JSON, besides those of `check_budget` and the state's share, each of which alone makes the run fit."""
-    resolved, sub_group = forecast._resolved, forecast._json.sub_group_size
+    resolved, (sub_group, in_host, buffers) = forecast._resolved, forecast._json.sizes
     halves = [sub_group >> n for n in range(1, sub_group.bit_length())]
     tried: list[tuple[str, float, Sequence[float]]] = [(memory_budget.SUB_GROUP, sub_group, halves)]
+    tried.append(("zero_optimization.offload_param.max_in_cpu", in_host, [int(share * in_host) for share in _SHARES]))
+    tried.append((memory_budget.INIT_BUFFERS, buffers, range(buffers - 1, 0, -1)))
     if forecast.state_in_files and not resolved.keep_gradients:
         tried.append((f"{SECTION}.gradient_host_share", resolved.gradient_host_share, _SHARES))
     if forecast.timing.possible and forecast.timing.certain:
@@ -467,7 +461,7 @@ def _fault(forecast: Forecast, room: _Room, limit: int | None, ranks: int) -> st
     shape, terms, further, setup = forecast.shape, forecast.terms, forecast.further(baseline), baseline + forecast.setup_bytes
     limits = {Tier.HOST: allowed, Tier.DEVICE: accelerator.free_device_bytes()}
     try:
-        memory_budget.check_budget(shape, terms, further, limits, setup)
+        check_budget(shape, terms, further, limits, setup, forecast.fewer)
     except MemoryBudgetError as error:
         needed = max(memory_budget.total_bytes(memory_budget.budget(shape, terms, further), Tier.HOST), setup)
         if needed <= allowed:
@@ -490,10 +484,15 @@ def _headroom(needed: int, baseline: int) -> float:
 
 def _with_key(config: DeepSpeedJson, resolved: RunSettings, path: str, value: float) -> tuple[DeepSpeedJson, RunSettings]:
     """The JSON and the settings with another number at a path: of the section, or of DeepSpeed's `zero_optimization`."""
-    section, key = path.split(".")
+    section, *keys = path.split(".")
     if section == SECTION:
-        return config, replace(resolved, **{key: value})
-    return {**config, section: {**config[section], key: value}}, resolved
+        return config, replace(resolved, **{keys[0]: value})
+    return _replaced(config, [section, *keys], value), resolved
+
+
+def _replaced(section: DeepSpeedJson, keys: Sequence[str], value: float) -> DeepSpeedJson:
+    key, *inner = keys
+    return {**section, key: _replaced(section.get(key) or {}, inner, value) if inner else value}
 
 
 def _share(value: float) -> float:

@@ -39,16 +39,14 @@ _KEY = "vertical_schedule.activations.keep"
 class Growth:
     """What the counts of `vertical_schedule.elastic` let a rank keep in host memory.
 
-    `most`: of its micro-batches; `least`: of a `max_micro_batches` with which the ranks can bring their total; `limit`: bytes
-    for it, on the rank that has fewest. `cells`: how many cells a number of micro-batches has there at a time. `logged`:
-    whether a log has the counts.
+    `most`: of its micro-batches; `limit`: bytes for it, on the rank that has fewest. `cells`: how many cells a number of
+    micro-batches has there at a time. `fitting`: what to write for the most micro-batches that pass a test.
     """
 
     most: int
-    least: int
     limit: int
     cells: Callable[[int], int]
-    logged: bool = False
+    fitting: Callable[[Callable[[int], bool]], str | None]
     _noted: list[int] = field(default_factory=list)  # bytes of each cell of the step under way
     _num_cells: int = 0  # of that step, as far as they can keep anything
     _fits: bool = False
@@ -74,14 +72,10 @@ class Growth:
             )
         self._fits = True
 
-    def remedy(self, cell_bytes: int) -> str:
-        """The most micro-batches for which there is room, as what to write; a smaller total where that is not enough for it.
-        `cell_bytes`: of the largest cell so far."""
-        for count in range(self.most - 1, self.least - 1, -1):
-            if self.cells(count) * cell_bytes <= self.limit:
-                log = ' with null, or the log of a run that had it, as "counts"' if self.logged else ""
-                return f'"vertical_schedule.elastic.max_micro_batches": {count} (now {self.most}){log}'
-        return 'a smaller "vertical_schedule.elastic.total" (where it is null, fewer gradient_accumulation_steps)'
+    def remedy(self, cell_bytes: int) -> str | None:
+        """The most micro-batches for which there is room, as what to write; None where there is for none. `cell_bytes`: of the
+        largest cell so far."""
+        return self.fitting(lambda count: self.cells(count) * cell_bytes <= self.limit)
 
 
 class KeptStore:
@@ -106,6 +100,7 @@ class KeptStore:
         self._policy: ActivationPolicy = policy
         self._may_advise_ssd = may_advise_ssd
         self.listener: Callable[[Cell, BoundaryTensors], None] | None = None  # hears of each cell's forward
+        self.fewer: str | None = "fewer gradient_accumulation_steps"  # how to have fewer micro-batches; None: there are none
         self.growth: Growth | None = None  # None: all steps have as many micro-batches as the first one
         self.most_bytes = 0  # of one cell, so far
         self.abandoned = 0, 0  # cells, and bytes, that the device held for them where a step has failed
@@ -170,11 +165,12 @@ class KeptStore:
 
     def remedy(self) -> str:
         """What to write where there is no room for the cells of a step."""
-        fewer = "fewer gradient_accumulation_steps"
+        fewer = self.fewer
         if self.growth is not None:
             fewer = self.growth.remedy(max(self.most_bytes, self._most_moved))
+        fewer = "" if fewer is None else f"{fewer}, "
         on_ssd = '"keep_device": "ssd", ' if self._may_advise_ssd else ""
-        return f'write {fewer}, "keep": "{BELOW[self._policy]}" or "none" (now "{self._policy}"), {on_ssd}or, {_MORE_MEMORY}'
+        return f'write {fewer}"keep": "{BELOW[self._policy]}" or "none" (now "{self._policy}"), {on_ssd}or, {_MORE_MEMORY}'
 
     @property
     def _rest_less(self) -> str:

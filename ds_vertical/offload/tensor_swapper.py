@@ -36,11 +36,13 @@ _NUM_SAVES = 3  # buffers on their way out: one is filled while two are written
 Land = Callable[[], Sequence[torch.Tensor]]
 
 
-def moved_remedy(fewer: str = "fewer gradient_accumulation_steps", may_advise_ssd: bool = False) -> str:
-    """What to write where host memory has no room for what passes between layers. `fewer`: how to have fewer micro-batches."""
+def moved_remedy(fewer: str | None = "fewer gradient_accumulation_steps", may_advise_ssd: bool = False) -> str:
+    """What to write where host memory has no room for what passes between layers. `fewer`: how to have fewer micro-batches;
+    None: there are no fewer."""
+    fewer = "" if fewer is None else f"{fewer}, "
     on_ssd = '"device": "ssd", ' if may_advise_ssd else ""
     return (
-        f'write {fewer}, a smaller "share" (or "host_share"), {on_ssd}or, where it is set,'
+        f'write {fewer}a smaller "share" (or "host_share"), {on_ssd}or, where it is set,'
         ' a larger "vertical_schedule.host_memory_bytes"'
     )
 

@@ -227,8 +227,9 @@ class Candidate:
     @property
     def items(self) -> tuple[memory_budget.BudgetItem, ...]:
         """The memory budget, and what rests on this rank's SSD."""
-        in_memory = memory_budget.budget(self.shape, self.case.terms, self.case.further)
-        return memory_budget.with_setup(in_memory, self.case.setup_bytes) + memory_budget.ssd_items(self.shape, self.case.terms)
+        case, build = self.case, self.case.build_bytes * (self.shape.in_files(TensorKind.PARAMETERS) > 0)
+        own = memory_budget.budget(self.shape, case.terms, case.further)
+        return memory_budget.with_setup(own, case.setup_bytes, build) + memory_budget.ssd_items(self.shape, case.terms)
 
     @property
     def ssd_bytes(self) -> float:

@@ -163,9 +163,10 @@ class HorizontalStep:
 
 
 def stock_placement(shape: ModelShape, host_bytes: float | None) -> Placement:
-    """Stock keeps 4 bytes per parameter of gradients in host memory where they fit, then parameters; the rest is on SSD."""
-    rank = shape.num_elements / shape.num_shards
-    gradients, parameters = rank * shape.gradient_bytes, rank * shape.param_bytes
+    """Stock keeps 4 bytes per trained parameter of gradients in host memory where they fit, then parameters; the rest is on
+    SSD."""
+    stepped, rank = (elements / shape.num_shards for elements in (shape.stepped_elements, shape.num_elements))
+    gradients, parameters = stepped * shape.gradient_bytes, rank * shape.param_bytes
     if host_bytes is None:
         return Placement.of(parameters_on_ssd=0.0)
     on_ssd = 0.0 if gradients <= host_bytes else 1.0
@@ -175,8 +176,8 @@ def stock_placement(shape: ModelShape, host_bytes: float | None) -> Placement:
 
 def horizontal_step(shape: ModelShape, machine: Machine, num_micro_batches: int) -> HorizontalStep:
     """The best that stock can do with everything where `shape.placement` puts it; state on SSD."""
-    rank = shape.num_elements / shape.num_shards
-    parameters, gradients = rank * shape.param_bytes, rank * shape.gradient_bytes
+    stepped, rank = (elements / shape.num_shards for elements in (shape.stepped_elements, shape.num_elements))
+    parameters, gradients = rank * shape.param_bytes, stepped * shape.gradient_bytes
     layers = sum(shape.layer_elements) / (max(shape.layer_elements) or 1)
     read = parameters * shape.in_files(TensorKind.PARAMETERS) / machine.ssd_read_bytes_per_s
     forward = {"compute": layers * shape.forward_s + shape.pre_forward_s, "SSD": read}
@@ -210,10 +211,10 @@ def _link_s(shape: ModelShape, machine: Machine, lane: str, times: tuple[int, in
 
 def _optimizer_s(shape: ModelShape, machine: Machine, waiting_bytes: float) -> float:
     """Gradients on SSD are written once and read once; state is read and written, with the parameters."""
-    rank = shape.num_elements / shape.num_shards
-    state = rank * shape.state_bytes * shape.in_files(TensorKind.STATE)
+    stepped = shape.stepped_elements / shape.num_shards
+    state = stepped * shape.state_bytes * shape.in_files(TensorKind.STATE)
     read = (state + waiting_bytes) / machine.ssd_read_bytes_per_s
-    write = (state + rank * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)) / machine.ssd_write_bytes_per_s
+    write = (state + stepped * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)) / machine.ssd_write_bytes_per_s
     both = max(read / machine.read_together, write / machine.write_together)
-    adam = rank / machine.adam_elements_per_s
+    adam = stepped / machine.adam_elements_per_s
     return waiting_bytes / machine.ssd_write_bytes_per_s + max(min(both, read + write), adam)

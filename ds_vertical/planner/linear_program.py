@@ -39,32 +39,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Final
 
 from ds_vertical.planner import memory_budget
+from ds_vertical.planner.budget.resting import CHOSEN, IN_HOST, Row, resting_bytes, tier_totals
 from ds_vertical.planner.kept_activations import KeepMenu, KeptShare, PolicyPoint, buffer_bytes, num_cells, rounded, tier_shares
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape, outside_elements, state_read, state_written
 from ds_vertical.planner.network import LINKS, seconds_of
 from ds_vertical.types import RESTING_PLACES, Placement, TensorKind, Tier, TierBytes, per_tier
 
-# The shares that the program chooses; those of the state are tried in turn by `search`.
-_CHOSEN: Final[Mapping[str, tuple[TensorKind, Tier]]] = {
-    "activations_on_host": (TensorKind.ACTIVATIONS, Tier.HOST),
-    "activations_on_ssd": (TensorKind.ACTIVATIONS, Tier.SSD),
-    "parameters_in_host": (TensorKind.PARAMETERS, Tier.HOST),
-    "gradients_on_ssd": (TensorKind.GRADIENTS, Tier.SSD),
-}
-_SHARES: Final[tuple[str, ...]] = tuple(_CHOSEN)
+_SHARES: Final[tuple[str, ...]] = tuple(CHOSEN)
 _SWEEPS: Final[tuple[str, ...]] = ("forward_s", "backward_s")
 _PREFERENCE: Final = 1e-3  # of the busy seconds of what moves: among equals, the plan that moves least
 _DISTANCES: Final = per_tier({Tier.DEVICE: 0.0, Tier.HOST: 0.5, Tier.SSD: 1.0})  # of that, by the tier moved to
-_SPARE: Final = 0.005  # of a tier: formulas round pieces and micro-batches up, the program does not
+SPARE: Final = 0.005  # of a tier: formulas round pieces and micro-batches up, the program does not
 _NEARLY_NONE: Final = 1e-9  # a share that is none
+_NEARLY_ALL: Final = 1 - 1e-6  # a share that is all
 _TOLERANCE: Final = 1e-6  # of a row's scale: what exceeds its limit by more does so for HiGHS, too, which takes 1e-7
 _LEAST_COST: Final = 1e-3  # of that, for what is kept where it is made, or left out for no bytes: nothing is done for no gain
-Row = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,7 @@ class Solution:
         host, ssd = values["activations_on_host"], values["activations_on_ssd"]
         ssd = min(ssd, 1 - host)
         return Placement.of(
-            parameters_on_ssd=1 - values["parameters_in_host"],
+            parameters_on_ssd=0.0 if values[IN_HOST] > _NEARLY_ALL else 1 - values[IN_HOST],
             state_on_ssd=state_on_ssd,
             gradients_on_ssd=values["gradients_on_ssd"],
             activations_on_host=host,
@@ -120,7 +114,8 @@ class LpProblem:
     `limits`: bytes per tier on this rank's part of the machine. `early`: the rest beside the delayed share is stepped in the
     backward; otherwise every gradient waits for the norm, and all steps come in the next forward. `menu`: what a layer may keep
     of its forward; `keep_tiers`: where; `keep_share`: of the cells, those that keep (None: as many as pays). `fixed`: shares
-    that are given, by name. `setup_bytes`: of host memory, while stock's optimizer is set up.
+    that are given, by name. `setup_bytes`: of host memory, while stock's optimizer is set up; `build_bytes`: while the model is
+    built, where any parameters are to be on SSD.
     """
 
     shape: ModelShape
@@ -135,6 +130,7 @@ class LpProblem:
     keep_share: float | None = None
     fixed: Mapping[str, float] = field(default_factory=dict)
     setup_bytes: float = 0.0
+    build_bytes: float = 0.0
 
     @cached_property
     def kept(self) -> Mapping[str, tuple[PolicyPoint, Tier]]:
@@ -163,8 +159,8 @@ class LpProblem:
 
 def constraints(case: LpProblem) -> tuple[Constraint, ...]:
     """All rows: time of both sweeps on every resource, memory of every tier, shares that cannot exceed one."""
-    rows = [*_sweep_rows(case, "forward_s"), *_sweep_rows(case, "backward_s"), *_memory_rows(case, _SPARE)]
-    together: Row = {name: 1.0 for name, (kind, _) in _CHOSEN.items() if kind is TensorKind.ACTIVATIONS}
+    rows = [*_sweep_rows(case, "forward_s"), *_sweep_rows(case, "backward_s"), *_memory_rows(case, SPARE)]
+    together: Row = {name: 1.0 for name, (kind, _) in CHOSEN.items() if kind is TensorKind.ACTIVATIONS}
     rows.append(Constraint("activations", together, 1.0))
     if case.kept:
         most = 1.0 if case.keep_share is None else case.keep_share
@@ -178,12 +174,27 @@ def solve(case: LpProblem) -> Solution | None:
     """The best shares, or None where no shares fit into memory (`shortage` says by how much).
 
     Buffers for what is kept take memory as soon as any of it moves, which no row can say: the program is solved with them, and
-    without anything that moves."""
+    without anything that moves. Buffers for parameters take it until all parameters are in host memory: where that is scarce
+    the program is solved with that, too."""
     found = [_solved(case)]
     if any(tier is not Tier.DEVICE and name not in case.fixed for name, (_, tier) in case.kept.items()):
         found.append(_solved(replace(case, keep_tiers=tuple(tier for tier in case.keep_tiers if tier is Tier.DEVICE))))
-    fitting = [solution for solution in found if solution is not None]
-    return min(fitting, key=lambda solution: solution.seconds, default=None)
+    best = _fastest(found)
+    in_host = _all_in_host(case)
+    if in_host is not None and (best is None or any(what.startswith(f"{Tier.HOST} memory") for what in best.binding)):
+        best = _fastest([best, solve(in_host)])
+    return best
+
+
+def _fastest(found: Sequence[Solution | None]) -> Solution | None:
+    return min((each for each in found if each is not None), key=lambda solution: solution.seconds, default=None)
+
+
+def _all_in_host(case: LpProblem) -> LpProblem | None:
+    """The case with all parameters in host memory; None where that is settled."""
+    if IN_HOST in case.fixed or not case.shape.in_files(TensorKind.PARAMETERS):
+        return None
+    return replace(case, fixed={**case.fixed, IN_HOST: 1.0})
 
 
 def _solved(case: LpProblem) -> Solution | None:
@@ -222,7 +233,8 @@ def _bounds(case: LpProblem, names: Sequence[str]) -> list[tuple[float, float | 
     """Least and most of each variable; seconds have no most."""
     most: dict[str, float | None] = {
         **dict.fromkeys((*_SHARES, *case.kept), 1.0),
-        "parameters_in_host": 1.0 if case.shape.in_files(TensorKind.PARAMETERS) else 0.0,
+        # a share of them is one of those that the optimizer steps: DeepSpeed leaves frozen ones on SSD
+        IN_HOST: case.shape.stepped_elements / case.shape.num_elements if case.shape.in_files(TensorKind.PARAMETERS) else 0.0,
         "gradients_on_ssd": case.shape.in_files(TensorKind.STATE),
         **case.fixed,
     }
@@ -235,7 +247,7 @@ def _costs(case: LpProblem) -> Row:
     rows = [_read_write(case, sweep)[0] for sweep in _SWEEPS]
     moved = max(sum(row.get(name, 0.0) for row in rows) for name in _SHARES) or 1.0
     each = _PREFERENCE / case.machine.ssd_read_bytes_per_s
-    for share, (kind, tier) in _CHOSEN.items():
+    for share, (kind, tier) in CHOSEN.items():
         if tier is not RESTING_PLACES[kind][0]:
             cost[share] = each * moved * _DISTANCES[tier]
     for name, (point, tier) in case.kept.items():
@@ -247,27 +259,36 @@ def _costs(case: LpProblem) -> Row:
 def is_short(case: LpProblem) -> bool:
     """Whether a tier lacks bytes whatever the shares, as `shortage` has it."""
     bounds = dict(zip(_SHARES, _bounds(case, _SHARES), strict=True))
-    rows = _memory_rows(replace(case, menu=None), _SPARE)
-    return any(_is_out_of_reach(row, bounds) for row in rows) or bool(shortage(case))
+    rows = _memory_rows(replace(case, menu=None), SPARE)
+    return any(_is_out_of_reach(row, bounds) for row in rows) or bool(shortage(case)[0])
 
 
-def shortage(case: LpProblem) -> dict[Tier, float]:
-    """Bytes that the tiers lack, together as few of each tier's size as can be, with whatever shares suit that best; tiers that
-    suffice are left out."""
+def shortage(case: LpProblem) -> tuple[dict[Tier, float], Placement]:
+    """Bytes that the tiers lack, together as few of each tier's size as can be, with whatever shares suit that best, and what
+    rests where with these; tiers that suffice are left out."""
+    found = _shortage(case)
+    in_host = _all_in_host(case) if Tier.SSD in found[1] else None  # otherwise parameters on SSD take less
+    return (found if in_host is None else min(found, _shortage(in_host), key=lambda entry: entry[0]))[1:]
+
+
+def _shortage(case: LpProblem) -> tuple[float, dict[Tier, float], Placement]:
+    """Of each tier's size what the tiers lack, together, the bytes, and what rests where."""
     from scipy.optimize import linprog
 
-    rows = list(_memory_rows(replace(case, menu=None), _SPARE))
+    rows = list(_memory_rows(replace(case, menu=None), SPARE))
     none = [0.0] * len(rows)
     matrix = [[*(row.row.get(name, 0.0) / row.scale for name in _SHARES), *none] for row in rows]
     for index, row in enumerate(matrix):
         row[len(_SHARES) + index] = -1.0
-    matrix.append([*(float(kind is TensorKind.ACTIVATIONS) for kind, _ in _CHOSEN.values()), *none])
+    matrix.append([*(float(kind is TensorKind.ACTIVATIONS) for kind, _ in CHOSEN.values()), *none])
     limits = [*(row.limit / row.scale for row in rows), 1.0]
     bounds = [*_bounds(case, _SHARES), *([(0.0, None)] * len(rows))]
     best: Any = linprog([0.0] * len(_SHARES) + [1.0] * len(rows), matrix, limits, bounds=bounds, method="highs")
     lacking = zip(rows, best.x[len(_SHARES) :], strict=True)
-    short = sorted((float(part) * row.scale / (1 - _SPARE), _tier_of(row)) for row, part in lacking if part > 1e-9)
-    return {tier: num_bytes for num_bytes, tier in short}  # of a tier's rows that which lacks most
+    short = sorted((float(part) * row.scale / (1 - SPARE), _tier_of(row)) for row, part in lacking if part > 1e-9)
+    values = dict(zip(_SHARES, map(float, best.x[: len(_SHARES)]), strict=True))
+    placement = Solution(values, 0.0, ()).placement(case.shape.in_files(TensorKind.STATE))
+    return float(best.fun), {tier: num_bytes for num_bytes, tier in short}, placement  # of a tier's rows that which lacks most
 
 
 def _tier_of(row: Constraint) -> Tier:
@@ -440,32 +461,17 @@ def _staying(case: LpProblem) -> float:
 def _memory_rows(case: LpProblem, spare: float = 0.0) -> Iterator[Constraint]:
     """Bytes per tier as `memory_budget.budget` has them: at no share, and what each share adds. `spare`: share of a tier left
     free."""
-    for tier, (base, each) in _resting_bytes(case.shape, case.terms, case.further).items():
+    settled = case.fixed.get(IN_HOST) == 1.0
+    for tier, (base, each) in resting_bytes(case.shape, case.terms, case.further, settled).items():
         limit = case.limits[tier]
         if limit is None or (tier is Tier.DEVICE and case.machine.one_memory):
             continue
         row = each | _kept_bytes(case, *_counted_in(tier, case.machine.one_memory))
         base += _kept_buffers(case, tier)
         yield Constraint(f"{tier} memory", row, limit * (1 - spare) - base, max(1.0, abs(limit)))
-        if tier is Tier.HOST and case.setup_bytes:
-            yield Constraint(f"{tier} memory at set-up", {}, limit * (1 - spare) - case.setup_bytes, max(1.0, abs(limit)))
-
-
-@lru_cache(maxsize=1024)  # the ways to keep of a case have these in common
-def _resting_bytes(
-    shape: ModelShape, terms: memory_budget.BudgetTerms, further: tuple[memory_budget.BudgetItem, ...]
-) -> Mapping[Tier, tuple[float, Row]]:
-    """Bytes per tier at no share, and what all of each share adds."""
-    nothing = Placement.of(
-        parameters_on_ssd=1.0 if shape.in_files(TensorKind.PARAMETERS) else 0.0,
-        state_on_ssd=shape.in_files(TensorKind.STATE),
-    )
-    base = _bytes(replace(shape, placement=nothing), terms, further)
-    filled = {
-        name: _bytes(replace(shape, placement=_with_everything(nothing, kind, tier)), terms, further)
-        for name, (kind, tier) in _CHOSEN.items()
-    }
-    return {tier: (base[tier], {name: found[tier] - base[tier] for name, found in filled.items()}) for tier in Tier}
+        ahead = ahead_bytes(case, case.shape.in_files(TensorKind.PARAMETERS) > 0 and not settled)
+        if tier is Tier.HOST and ahead:
+            yield Constraint(f"{tier} memory at set-up", {}, limit * (1 - spare) - ahead, max(1.0, abs(limit)))
 
 
 def _counted_in(tier: Tier, one_memory: bool) -> tuple[Tier, ...]:
@@ -480,21 +486,12 @@ def _kept_buffers(case: LpProblem, tier: Tier) -> float:
     return sum(buffer_bytes(own, largest, tiers) for own in _counted_in(tier, case.machine.one_memory))
 
 
-def _with_everything(placement: Placement, kind: TensorKind, tier: Tier) -> Placement:
-    """`placement` with all of `kind` in `tier`."""
-    return placement.with_shares(kind, {} if tier is RESTING_PLACES[kind][0] else {tier: 1.0})
-
-
 def tier_bytes(problem: LpProblem, placement: Placement, tier: Tier) -> float:
     """Bytes in a tier with things resting as `placement` says, while the most are there."""
-    needed = _bytes(replace(problem.shape, placement=placement), problem.terms, problem.further)[tier]
-    return max(needed, problem.setup_bytes) if tier is Tier.HOST else needed
+    needed = tier_totals(replace(problem.shape, placement=placement), problem.terms, problem.further)[tier]
+    return max(needed, ahead_bytes(problem, placement.in_files(TensorKind.PARAMETERS) > 0)) if tier is Tier.HOST else needed
 
 
-def _bytes(
-    shape: ModelShape, terms: memory_budget.BudgetTerms, further: tuple[memory_budget.BudgetItem, ...]
-) -> Mapping[Tier, float]:
-    """Bytes in each tier with things resting as `shape.placement` says."""
-    items = memory_budget.budget(shape, terms, further)
-    items += memory_budget.ssd_items(shape, terms)
-    return per_tier({tier: float(memory_budget.total_bytes(items, tier)) for tier in Tier})
+def ahead_bytes(problem: LpProblem, params_in_files: bool) -> float:
+    """Host memory that is taken at a time ahead of the first step."""
+    return max(problem.setup_bytes, problem.build_bytes if params_in_files else 0.0)

@@ -33,20 +33,19 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
-from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.planner.model_shape import ModelShape, ModelSpec, SmallTensors, state_elements, state_file_bytes, suf_files
 from ds_vertical.planner.network import is_rounded, sent_over_levels
 from ds_vertical.schedule.events import LEAD, MAX_STEPS
-from ds_vertical.types import NORM_COPIED, NORM_ELEMENTS, PRE, SUF, TensorKind, Tier, TierBytes, Unit
+from ds_vertical.types import NORM_COPIED, NORM_ELEMENTS, PRE, REDUCED_TOGETHER, SUF, TensorKind, Tier, Unit
 
 SLOTS: Final = 4  # pieces of state in the optimizer's pipeline at a time
 PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
 STOCK_BUFFERS: Final = 4  # what stock needs for its own uses of a chunk of state: master, moments, gradient
 LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
 SUB_GROUP: Final = "zero_optimization.sub_group_size"
+INIT_BUFFERS: Final = "zero_optimization.offload_param.buffer_count"
 _FP32_BYTES: Final = 4
 _LARGE_MODEL: Final = 1_000_000_000  # elements of a model, from which on chunks are large
 MEASURED_KEY: Final = "(measured)"
@@ -61,11 +60,6 @@ LEAVING: Final = "gradients on their way"
 _KEEP: Final = "vertical_schedule.activations.keep"
 _LEVELS: Final = "zero_optimization.zero_hpz_partition_size"
 _IN_FLIGHT: Final = f"(up to {SLOTS} pieces; one without overlap)"
-_KNOBS: Final = (
-    # field of BudgetTerms, JSON path, least value
-    ("window", "vertical_schedule.prefetch_layers", 0),
-    ("num_micro_batches", "gradient_accumulation_steps", 1),
-)
 
 
 def waiting_share(delay: float, state_in_files: float) -> float:
@@ -135,10 +129,23 @@ class BudgetItem:
     key: str
 
 
-def reduce_bytes(largest_parameter: int, one_memory: bool) -> int:
-    """What a REDUCE on a device needs beside the sums: an fp32 copy of a parameter's gradient, and the fp64 copy from which
-    stock takes its norm. `largest_parameter`: elements."""
-    return 0 if one_memory else 4 * largest_parameter + 8 * min(largest_parameter, NORM_ELEMENTS)
+def reduce_bytes(largest_parameter: int, num_shards: int, one_memory: bool) -> int:
+    """What a REDUCE needs beside the sums: an fp32 copy of a parameter's gradient, on the host with several ranks alone, and on
+    a device the fp64 copy of this rank's share from which stock takes its norm. `largest_parameter`: elements."""
+    copied = reduced_bytes(largest_parameter, num_shards)
+    if one_memory:
+        return copied if num_shards > 1 else 0
+    return copied + 8 * min(-(-largest_parameter // num_shards), NORM_ELEMENTS)
+
+
+def reduced_bytes(largest_parameter: int, num_shards: int) -> int:
+    """What one collective reduces, in fp32: with several ranks small parameters go together."""
+    return _FP32_BYTES * max(largest_parameter, REDUCED_TOGETHER if num_shards > 1 else 0)
+
+
+def largest_trained(spec: ModelSpec) -> int:
+    """Elements of the largest parameter that is trained: no other has a gradient."""
+    return spec.largest_parameter if spec.trained_sizes is None else max(map(max, filter(None, spec.trained_sizes)), default=0)
 
 
 def norm_copy(largest_parameter: int, one_memory: bool) -> BudgetItem:
@@ -169,7 +176,8 @@ def sub_group_size(num_elements: int) -> int:
 def as_run(shape: ModelShape, spec: ModelSpec, one_memory: bool, least_file_bytes: int) -> ModelShape:
     """`shape` with what a run of `spec` takes besides: for a REDUCE, and what has no file."""
     small = _small(shape, spec, least_file_bytes)
-    return dataclasses.replace(shape, reduce_bytes=reduce_bytes(spec.largest_parameter, one_memory), small=small)
+    reducing = reduce_bytes(largest_trained(spec), shape.num_shards, one_memory)
+    return dataclasses.replace(shape, reduce_bytes=reducing, small=small)
 
 
 def _small(shape: ModelShape, spec: ModelSpec, least: int) -> SmallTensors:
@@ -178,20 +186,21 @@ def _small(shape: ModelShape, spec: ModelSpec, least: int) -> SmallTensors:
     shards, blocks = shape.num_shards, len(spec.block_elements)
     sizes = [*blocks * spec.block_sizes, *spec.outside_sizes]
     parameters = sum(size for size in sizes if size // shards * shape.param_bytes < least) // shards
+    of_blocks, of_outside = spec.trained_sizes or (spec.block_sizes, spec.outside_sizes)
     in_block, outside = (
-        sum(size for size in each if size // shards * _FP32_BYTES < least) / shards
-        for each in (spec.block_sizes, spec.outside_sizes)
+        sum(size for size in each if size // shards * _FP32_BYTES < least) / shards for each in (of_blocks, of_outside)
     )
     most: dict[Unit, float] = dict.fromkeys(shape.outside.units, outside)
     most |= {layer: in_block * math.ceil(blocks / shape.num_layers) for layer in range(shape.num_layers)}
     state, is_shared = 0.0, 0 < shape.in_files(TensorKind.STATE) < 1
-    uneven = max(spec.block_sizes, default=0) / shards if is_shared else 0.0  # a run shares whole parameters
+    uneven = max(of_blocks, default=0) / shards if is_shared else 0.0  # a run shares whole parameters
     for unit, small in most.items():
         in_files = state_elements(shape, unit)[0]
         if (in_files - uneven) * _FP32_BYTES < least:
             state += min(shape.stepped(unit) if is_shared else in_files, least / _FP32_BYTES)
         elif in_files > sub_group_size(shape.num_elements):
             state += min(small, in_files)
+    state = min(state, shape.stepped_elements / shards * shape.in_files(TensorKind.STATE))
     return SmallTensors(parameters, math.ceil(state))
 
 
@@ -207,10 +216,12 @@ def planned_setup(shape: ModelShape, largest_parameter: int, further: tuple[Budg
     return held + (stock_setup(chunk, staged, math.ceil(resting)) if in_files else staged)
 
 
-def with_setup(items: tuple[BudgetItem, ...], setup_bytes: float) -> tuple[BudgetItem, ...]:
-    """`items`, and what the set-up, which takes `setup_bytes` of host memory in all, takes beyond them, if anything."""
-    beyond = round(setup_bytes) - total_bytes(items, Tier.HOST)
-    return (*items, BudgetItem(Tier.HOST, "stock's set-up beyond the rest", beyond, SUB_GROUP)) if beyond > 0 else items
+def with_setup(items: tuple[BudgetItem, ...], setup_bytes: float, build_bytes: float = 0.0) -> tuple[BudgetItem, ...]:
+    """`items`, and what the set-up, which takes `setup_bytes` of host memory in all, takes beyond them, if anything; or, where
+    that is more, what it takes to build the model ahead of it, with `build_bytes` in all."""
+    beyond = round(max(setup_bytes, build_bytes)) - total_bytes(items, Tier.HOST)
+    what, key = ("stock's set-up", SUB_GROUP) if setup_bytes >= build_bytes else ("zero.Init's buffers", INIT_BUFFERS)
+    return (*items, BudgetItem(Tier.HOST, f"{what} beyond the rest", beyond, key)) if beyond > 0 else items
 
 
 def stock_setup(state_chunk: int, staged_bytes: int, resting: int) -> int:
@@ -221,12 +232,12 @@ def stock_setup(state_chunk: int, staged_bytes: int, resting: int) -> int:
 
 
 def halves_items(
-    num_elements: int, param_bytes: int, gradient_bytes: int, num_ranks: int, copy_ranks: int
+    num_elements: int, stepped: int, param_bytes: int, gradient_bytes: int, num_ranks: int, copy_ranks: int
 ) -> tuple[BudgetItem, ...]:
     """What a rank needs besides where a step has two halves (`schedule.halves`): two copies of the weights, shared by
     `copy_ranks` ranks, and this rank's shares of the predicted weights (`engine.acco.prediction`, [Note: two predictions]) and
-    of the first half's gradients. `num_elements`: of the model."""
-    own, acco = -(-num_elements // num_ranks), "vertical_schedule.acco"
+    of the first half's gradients. `num_elements`: of the model; `stepped`: of what of it is trained."""
+    own, acco = -(-stepped // num_ranks), "vertical_schedule.acco"
     copies = -(-2 * num_elements * param_bytes // copy_ranks)
     return (
         BudgetItem(Tier.DEVICE, "two copies of the weights", copies, f"{acco}.copies"),
@@ -282,8 +293,9 @@ def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     outside_files = pre_files + suf_files(shape)
     buffers = layer_buffers(terms.window, sum(map(bool, layer_files))) * max(layer_files) + outside_files
     yield _item(Tier.HOST, "parameter buffers", buffers, "vertical_schedule.prefetch_layers")
-    resting = rank * shape.param_bytes * shape.placement.share(TensorKind.PARAMETERS, Tier.HOST)
-    resting += shape.small.parameters * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
+    resting = rank * shape.placement.share(TensorKind.PARAMETERS, Tier.HOST)
+    small = shape.small.parameters if shape.in_files(TensorKind.PARAMETERS) else 0.0  # a share is of other units, it may be
+    resting = min(rank, resting + small) * shape.param_bytes
     yield _item(Tier.HOST, "parameters at rest", resting, "zero_optimization.offload_param.device")
     stepped = shape.stepped_elements / shape.num_shards
     resting = stepped * shape.state_bytes * shape.placement.share(TensorKind.STATE, Tier.HOST)
@@ -433,68 +445,3 @@ def budget_lines(items: tuple[BudgetItem, ...]) -> list[str]:
             lines.append(f"{tier:<8}{item.what:<28}{item.num_bytes / 2**20:>12.1f}  {item.key}")
         lines.append(f"{tier:<8}{'total':<28}{total_bytes(items, tier) / 2**20:>12.1f}")
     return lines
-
-
-def check_budget(
-    shape: ModelShape,
-    terms: BudgetTerms,
-    further: tuple[BudgetItem, ...] = (),
-    limits: TierBytes = MappingProxyType({}),
-    setup_bytes: int = 0,
-) -> tuple[BudgetItem, ...]:
-    """The budget, if each tier's items fit into the bytes of `limits` (a tier without any is not checked). `setup_bytes`: of
-    host memory in all while stock's optimizer is set up. Raises MemoryBudgetError for all tiers at once."""
-    items = with_setup(budget(shape, terms, further), setup_bytes)
-    found = [
-        _Overrun(shape, terms, further, tier, limit, setup_bytes)
-        for tier, limit in limits.items()
-        if limit is not None and total_bytes(items, tier) > limit
-    ]
-    if found:
-        raise MemoryBudgetError("\n".join([*(overrun.fault() for overrun in found), *budget_lines(items)]))
-    return items
-
-
-@dataclass(frozen=True)
-class _Overrun:
-    """A tier that has fewer bytes, `limit`, than a run needs of it."""
-
-    shape: ModelShape
-    terms: BudgetTerms
-    further: tuple[BudgetItem, ...]
-    tier: Tier
-    limit: float
-    setup_bytes: int
-
-    def items(self, terms: BudgetTerms) -> tuple[BudgetItem, ...]:
-        """What the run needs with `terms`."""
-        return with_setup(budget(self.shape, terms, self.further), self.setup_bytes)
-
-    def needed(self, terms: BudgetTerms) -> int:
-        """Bytes of the tier that the run needs with `terms`."""
-        return total_bytes(self.items(terms), self.tier)
-
-    def fault(self) -> str:
-        """The message: bytes needed and allowed, and each number in the JSON whose change alone makes the run fit."""
-        needed = self.needed(self.terms)
-        fitting = [(key, name, self._fitting(name, least)) for name, key, least in _KNOBS]
-        remedies = [f'"{key}": {value} (now {getattr(self.terms, name)})' for key, name, value in fitting if value is not None]
-        remedy = f"write {' or '.join(remedies)}" if remedies else self._advice()
-        items = [item for item in self.items(self.terms) if item.tier == self.tier]
-        most = max(items, key=lambda item: (item.key != MEASURED_KEY, item.num_bytes))  # of what a JSON can change
-        short = f"{needed - self.limit} too few (most is {most.what}: {most.num_bytes})"
-        return f"{self.tier} memory: needs {needed} bytes, {self.limit} are allowed, {short}; {remedy}"
-
-    def _advice(self) -> str:
-        """What is left where no number alone is enough."""
-        smallest = dataclasses.replace(self.terms, **{name: least for name, _, least in _KNOBS})
-        together = " and ".join(f'"{key}": {least}' for _, key, least in _KNOBS)
-        needed = self.needed(smallest)
-        return f"write {together}" if needed <= self.limit else f"{together} would need {needed}, too many as well"
-
-    def _fitting(self, name: str, least: int) -> int | None:
-        """The largest value of one term, below the present one, with which the tier fits."""
-        for value in range(getattr(self.terms, name) - 1, least - 1, -1):
-            if self.needed(dataclasses.replace(self.terms, **{name: value})) <= self.limit:
-                return value
-        return None

@@ -136,8 +136,9 @@ class ModelShape:
 
     @property
     def unit_files(self) -> tuple[float, ...]:
-        """Bytes of the parameter files of `pre` and of each layer on this rank."""
-        each = self.param_bytes * self.in_files(TensorKind.PARAMETERS) / self.num_shards
+        """Bytes of the parameter files of `pre` and of each layer on this rank. A run has a share of the parameters in memory
+        by whole units, so that each of the others has all of its files."""
+        each = self.param_bytes * (self.in_files(TensorKind.PARAMETERS) > 0) / self.num_shards
         return tuple(elements * each for elements in self._units) if self.files is None else self.files
 
     @property
@@ -221,10 +222,10 @@ def outside_elements(shape: ModelShape) -> int:
 
 
 def suf_files(shape: ModelShape) -> float:
-    """Bytes of the parameter files of `suf` on this rank."""
+    """Bytes of the parameter files of `suf` on this rank; as `ModelShape.unit_files`."""
     if shape.suf is not None and shape.suf.files is not None:
         return float(shape.suf.files)
-    return shape.suf_elements * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS) / shape.num_shards
+    return shape.suf_elements * shape.param_bytes * (shape.in_files(TensorKind.PARAMETERS) > 0) / shape.num_shards
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,8 @@ class ModelSpec:
     and `head_frozen_flops`: of the forward's operations, those with weights that are not trained. `menus`: what each kind of
     block may keep for its backward. `suf`: of the elements outside the blocks, those that the suffix alone uses (null: none are
     known to be such); `apart`: the units outside the layers that may be away (`layers`, [Note: two ends]). `block_sizes`:
-    elements of each parameter of the largest block, `outside_sizes`: of each outside the blocks (none: no parameter is small).
+    elements of each parameter of the largest block, `outside_sizes`: of each outside the blocks (none: no parameter is small);
+    `trained_sizes`: both, of those that are trained, and of the block that has most of them (None: all).
     `ends_in_turn`: whether the forwards' sources show that nothing but the suffix uses `suf`. `made_by_products`: whether
     all large gradients are made by matrix products or lookups. `sums_in_fp32`: whether kernels of the host sum a gradient in a
     copy in fp32.
@@ -308,6 +310,7 @@ class ModelSpec:
     apart: tuple[Unit, ...] = ()
     block_sizes: tuple[int, ...] = ()
     outside_sizes: tuple[int, ...] = ()
+    trained_sizes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     ends_in_turn: bool = False
     made_by_products: bool = False
     sums_in_fp32: bool = True

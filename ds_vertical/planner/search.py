@@ -29,6 +29,8 @@ from typing import Final
 
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner.activation_tiers import in_whole_micro_batches
+from ds_vertical.planner.budget.shortage import refusal
+from ds_vertical.planner.budget.zero_init import ahead_of_steps
 from ds_vertical.planner.candidate import (
     AS_GOOD,
     Candidate,
@@ -52,7 +54,7 @@ from ds_vertical.planner.linear_program import LpProblem, Solution
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
 from ds_vertical.planner.network import Network, level_choice, other_networks
-from ds_vertical.types import TensorKind, Tier, TierBytes, per_tier
+from ds_vertical.types import Placement, TensorKind, Tier, TierBytes, per_tier
 
 WINDOWS: Final = (1, 2, 3)
 DELAYS: Final = (0.0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
@@ -150,7 +152,7 @@ def choose(
     task: Task, machine: Machine, limits: TierBytes, further: tuple[memory_budget.BudgetItem, ...] = (_LIBRARIES,)
 ) -> Plan:
     """See [Note: choosing]. `limits`: bytes per tier for one rank. Raises PlanError where no setting fits."""
-    norm = memory_budget.norm_copy(task.spec.largest_parameter, machine.one_memory)
+    norm = memory_budget.norm_copy(memory_budget.largest_trained(task.spec), machine.one_memory)
     search = _Search(task, machine, limits, (*further, norm))
     fitting: list[Candidate] = []
     for window, states in itertools.product((WINDOWS[0], 0), (_STATES, _SHARED_STATES)):
@@ -160,7 +162,7 @@ def choose(
     if not fitting:
         if (less := task.network.with_less_memory) is not None:
             return choose(replace(task, network=less), machine, limits, further)
-        raise PlanError(_shortage(replace(search, states=_STATES + _SHARED_STATES)))
+        raise PlanError(refusal(replace(search, states=_STATES + _SHARED_STATES)))
     fitting.sort(key=_estimate_s)
     others = [other for c in fitting[:_VARIED] for other in _with_other_collectives(c, task.rounding)]
     fitting = sorted([*fitting, *others], key=_estimate_s)
@@ -295,7 +297,7 @@ class _Search:
     def _lacks_generations(self) -> bool:
         """Whether the SSD has no room for two generations of files, whatever else is where."""
         sizes = _Sizes(*next(self.task.counts()), 1)
-        return Tier.SSD in linear_program.shortage(self._case(sizes, _Timing(1.0, 0.0, True)))
+        return Tier.SSD in linear_program.shortage(self._case(sizes, _Timing(1.0, 0.0, True)))[0]
 
     def _case(self, sizes: _Sizes, timing: _Timing, seconds: Seconds | None = None) -> LpProblem:
         """`seconds`: of the pieces; None where only memory matters."""
@@ -321,8 +323,9 @@ class _Search:
         if seconds is not None and task.keep:
             menu = task.spec.menu(sizes.sequences, sizes.blocks_per_layer, seconds, task.flops_per_byte)
         further = (*self.further, memory_budget.scaled_gradient(math.ceil(memory_budget.largest_unit(shape)), task.certain))
-        setup = memory_budget.planned_setup(shape, task.spec.largest_parameter, self.further)
-        return LpProblem(shape, self.machine, terms, limits, delay, early, further, menu, setup_bytes=setup)
+        setup, build = ahead_of_steps(shape, task.spec.largest_parameter, self.further, one_memory, limits[Tier.HOST])
+        fixed = shape, self.machine, terms, limits, delay, early, further, menu
+        return LpProblem(*fixed, setup_bytes=setup, build_bytes=build)
 
     def remedies(self, lacking: Mapping[Tier, float]) -> Iterator[str]:
         """What would make some setting fit, each tried: fewer tokens, fewer ranks, more memory where it is `lacking`."""
@@ -341,14 +344,19 @@ class _Search:
 
     def fits(self) -> bool:
         """Whether any setting fits into the memory of all tiers."""
+        return any(map(fits, self._least()))
+
+    def placed(self) -> Iterator[tuple[LpProblem, Placement, int]]:
+        """See `Refused`."""
+        yield from ((c.case, c.shape.placement, c.choice.micro_batch_size) for c in self._least())
+
+    def _least(self) -> Iterator[Candidate]:
         timings = [timing for timing in self._all_timings if not timing.delay or not timing.early]  # these hold least
-        for size, count in self.task.counts():
-            for timing in timings:
-                case = self._case(_Sizes(size, count, 1), timing)
-                solution = linear_program.solve(case)
-                if solution is not None and fits(_candidate(case, size, 1, solution, window=self.window)):
-                    return True
-        return False
+        for (size, count), timing in itertools.product(self.task.counts(), timings):
+            case = self._case(_Sizes(size, count, 1), timing)
+            solution = linear_program.solve(case)
+            if solution is not None:
+                yield _candidate(case, size, 1, solution, window=self.window)
 
     def _fewer_ranks(self) -> int | None:
         """The most ranks, of those that halve them, with which a setting fits: each then has more of the host and the SSD."""
@@ -484,17 +492,3 @@ def _decide(fitting: Sequence[Candidate]) -> Plan:
     first = tuple(others.values())[:_RUNNERS_UP]
     keeping = next((c for c in fitting if c.choice.policy != chosen.choice.policy), None)
     return Plan(chosen, first if keeping is None or keeping in first else (*first, keeping))
-
-
-# ---- no plan
-
-
-def _shortage(search: _Search) -> str:
-    """Which tier is too small at any setting, by how much at the setting that needs least, and what of it would fit."""
-    lacking = [(linear_program.shortage(case), case, size) for case, size, _ in search.cases()]
-    least, _, size = min(lacking, key=lambda entry: sum(entry[0].values()))
-    advice = " or ".join(search.remedies(least))
-    if not least:
-        return f"no setting fits in whole micro-batches of {size}; it takes {advice}"
-    tiers = ", ".join(f"{tier} memory: {-(-num_bytes // 2**20):.0f} MiB short" for tier, num_bytes in least.items())
-    return f"no setting fits; the least is short of {tiers} (micro-batches of {size}); it takes {advice}"

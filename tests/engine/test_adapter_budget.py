@@ -3,6 +3,7 @@ adapters, by hand. The model lies on the meta device, so nothing of it is alloca
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from ds_vertical.config.resolve import resolve
 from ds_vertical.config.section import load_section
+from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.engine import disk_check
 from ds_vertical.engine.memory_check import Forecast, check_memory, groups_of
 from ds_vertical.errors import MemoryBudgetError
@@ -75,6 +77,39 @@ def test_memory_is_that_of_adapters_and_a_few_layers(tmp_path: Path, rank: int, 
     slots = 4 * 12 * adapters // LAYERS * 3 // 4 if on_ssd else 0  # a quarter of each layer steps in the next forward
     assert items.get("optimizer slots", 0) == slots
     assert sum(items.values()) < 2.6 * GIB
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_two_halves_a_step_predict_and_sum_the_adapters_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    """Beside two copies of the whole base."""
+    start_process_group()
+    monkeypatch.setattr(distributed_ranks, "world_size", lambda: num_ranks)
+    config = base_config(tmp_path, num_micro_batches=16, params="cpu", optimizer="cpu", section={"acco": {}})
+    section = load_section(config)
+    assert section is not None
+    model = llama_7b(8)
+    forecast = Forecast(map_layers(model), groups_of(model, None, None), config, resolve(section, 0))
+    items = {item.what: item.num_bytes for item in forecast.further(0)}
+    assert forecast.shape.stepped_elements == (adapters := LAYERS * 4 * 8 * HIDDEN)
+    assert items["predicted shards"] == 2 * 2 * adapters // num_ranks
+    assert items["gradients of half a step"] == 4 * adapters // num_ranks
+    assert items["two copies of the weights"] == 2 * 2 * forecast.shape.num_elements
+
+
+def test_what_is_sent_over_levels_are_the_adapters_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_process_group()
+    monkeypatch.setattr(distributed_ranks, "world_size", lambda: 4)
+    config = base_config(tmp_path, num_micro_batches=16, params="cpu", optimizer="cpu")
+    section = load_section(config)
+    assert section is not None
+    levels = replace(resolve(section, 0).levels, ranks_per_node=2, copy_share=1.0)
+    model = llama_7b(8)
+    forecast = Forecast(map_layers(model), groups_of(model, None, None), config, replace(resolve(section, 0), levels=levels))
+    items = {item.what: item.num_bytes for item in forecast.further(0)}
+    assert items["gradients sent over levels"] == 2 * 4 * 4 * 8 * HIDDEN
+    assert items["copies of the weights"] == pytest.approx(2 * LAYERS * LAYER // 2, rel=0.01)
 
 
 def test_the_check_takes_what_is_enough_and_refuses_what_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import base_config, read_weights, running, small_buffers, start_process_group
+from harness import base_config, build_engine, dispose, read_weights, running, small_buffers, start_process_group
 from models import MixerModel, token_batches
 from pages import resident_pages
 from places import ROOT
@@ -32,6 +32,7 @@ from ds_vertical.engine import memory_check
 from ds_vertical.engine.assembly import bytes_by_tier
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.io import host
+from ds_vertical.model.layers import map_layers
 from ds_vertical.offload.grad_accumulator import LARGE
 from ds_vertical.planner.memory_budget import budget
 
@@ -88,6 +89,29 @@ def test_the_budget_is_what_is_allocated(tmp_path: Path, settings: dict[str, Any
         if forecast.terms.held_share == 1:
             assert items["gradients"] == 4 * sum(param.ds_numel for param in model.parameters())
         assert 0 < status("VmLck") - locked <= (items["parameter buffers"] + sum(slots)) / 1024 + 4 * (len(slots) + 9)
+
+
+@pytest.mark.parametrize("max_in_cpu", [600_000, 2_300_000])
+def test_max_in_cpu_is_of_all_groups_of_the_optimizer_together(tmp_path: Path, max_in_cpu: int) -> None:
+    """As stock lays them out, which gives the first group as much of it as that has."""
+    from ds_vertical.engine.memory_check import Forecast, groups_of
+
+    def groups(model: Any) -> list[dict[str, Any]]:
+        first = [*model.blocks[0].parameters(), *model.blocks[1].parameters()]
+        ids = set(map(id, first))
+        return [{"params": first}, {"params": [p for p in model.parameters() if id(p) not in ids]}]
+
+    config = small_buffers(base_config(tmp_path, dtype="fp32", clip=0.0, max_in_cpu=max_in_cpu, sub_group_size=300_001))
+    engine, model = build_engine(config, partial(MixerModel, 5), vertical=True, groups=groups)
+    try:
+        forecast = Forecast(engine.layers, groups_of(model, groups(model), None), config, engine.vertical)
+        assert [list(chunk.params) for chunk in forecast.chunks] == engine.optimizer.fp16_groups
+        items = {item.what: item.num_bytes for item in budget(forecast.shape, forecast.terms)}
+        tiers = bytes_by_tier(engine.layers)
+        assert items["parameters at rest"] == tiers["host"] + tiers["device"] and tiers["ssd"] > 0
+        assert items["parameter buffers"] == engine._params.host_bytes
+    finally:
+        dispose(engine)
 
 
 def test_clipping_that_is_not_written_counts_as_deepspeeds_own(tmp_path: Path) -> None:
@@ -176,6 +200,32 @@ def test_a_share_of_the_state_that_does_not_fit_is_refused_with_the_largest_that
     assert 0.2 < float(advised) < 0.7 and needed(float(advised), limit) <= limit
     with pytest.raises(MemoryBudgetError):
         needed(float(advised) + 0.05, limit)
+
+
+def test_parameters_in_host_memory_that_do_not_fit_are_refused_with_as_many_as_do(tmp_path: Path) -> None:
+    start_process_group()
+    with torch.device("meta"):
+        model = MixerModel(16, width=1024)
+    layers, groups = map_layers(model, None), memory_check.groups_of(model, None, None)
+
+    def forecast(max_in_cpu: int) -> memory_check.Forecast:
+        config = base_config(tmp_path, dtype="fp32", max_in_cpu=max_in_cpu)
+        return memory_check.Forecast(layers, groups, config, resolve(load_section(config), 0))
+
+    def needed(max_in_cpu: int) -> int:
+        found = forecast(max_in_cpu).paired((0, 0))
+        items = budget(found.shape, found.terms, found.further(0))
+        return max(sum(item.num_bytes for item in items), found.setup_bytes)
+
+    elements = 40_000_000  # more than there are
+    none, everything = needed(0), needed(elements)
+    assert everything - none > 64 * MIB
+    room = ((none + everything) // 2, 0)
+    message = memory_check._fault(forecast(elements).paired(room), room, None, 1)
+    assert message is not None
+    path = "zero_optimization.offload_param.max_in_cpu"
+    (advised,) = re.findall(rf'"{path}": (\d+) \(now {elements}\)', message.splitlines()[0])
+    assert 0 < int(advised) < elements and memory_check._fault(forecast(int(advised)).paired(room), room, None, 1) is None
 
 
 def train_one_step(config: dict[str, Any]) -> None:

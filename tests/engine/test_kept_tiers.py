@@ -27,6 +27,7 @@ from ds_vertical.engine.keeping.planner import KeepPlanner, open_choice
 from ds_vertical.engine.memory_check import Forecast
 from ds_vertical.model.kept.probe import BlockTimes, KeptPoint, Probe
 from ds_vertical.model.layers import map_layers
+from ds_vertical.planner.budget.fewer import FewerMicroBatches
 from ds_vertical.types import ActivationPolicy, ElasticSettings, Tier
 
 BYTES, SAVED_S = 6_000_000, 0.04  # of a cell
@@ -346,7 +347,7 @@ def test_elastic_hears_of_the_first_step_that_keeps(
     with_room(monkeypatch, ROOM)
     batches, told = token_batches(3, 2, rows=1, shortest=5), list[list[int]]()
     with running(config(tmp_path, "nvme", count=2, **asks()), MIXER, vertical=True) as (engine, _):
-        most = ElasticCounts(ElasticSettings(), 8, 8)
+        most = ElasticCounts(ElasticSettings(), 8, 8), FewerMicroBatches(8, 1, ElasticSettings())
         engine._keeping.passing = PassingBytes(most, 4, 1, 1)
         for batch in batches:
             engine.train_batch(iter(batch))

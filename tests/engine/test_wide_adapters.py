@@ -19,8 +19,9 @@ from ds_vertical.config.section import load_section
 from ds_vertical.engine.memory_check import Forecast, groups_of
 from ds_vertical.errors import ConfigError
 from ds_vertical.model.layers import map_layers
+from ds_vertical.planner.memory_budget import INIT_BUFFERS
 
-WIDTH = 768
+WIDTH, BUFFER = 768, 700_416  # elements; of a buffer what is written, in whole blocks
 
 
 def config_of(folder: Path, vertical: bool, tier: str) -> dict[str, Any]:
@@ -62,6 +63,26 @@ def test_fp32_adapters_that_rest_in_memory_have_stocks_bits(tmp_path: Path, rank
     ours = trained(tmp_path / "ours", True, "nvme", rank)
     assert any(weight.dtype is torch.float32 for weight in ours[1].values())
     assert stock[0] == ours[0] and not differing(stock[1], ours[1])
+
+
+@pytest.mark.parametrize(("where", "times"), [("base", 0), ("nothing", 1)])
+def test_buffers_are_locked_at_initialize_where_nothing_was_built_under_zero_init(
+    tmp_path: Path, where: str, times: int
+) -> None:
+    """Adapters that PEFT puts outside go through the buffers of the base, whose pages have been given back."""
+    import deepspeed
+    from peft import LoraConfig, get_peft_model
+
+    start_process_group()
+    prepared = ds_vertical.prepare(config_of(tmp_path, True, "nvme"))
+    section = load_section(prepared)
+    assert section is not None
+    with deepspeed.zero.Init(config_dict_or_path=prepared, enabled=where != "nothing"):
+        base = llama()
+    model = get_peft_model(base, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+    forecast = Forecast(map_layers(model), groups_of(model, None, None), prepared, resolve(section, 0))
+    few, many = (forecast.changed(INIT_BUFFERS, count).setup_bytes for count in (100, 1100))
+    assert few > 0 and many - few == times * 1000 * 2 * BUFFER
 
 
 def test_fp32_adapters_that_would_go_to_ssd_are_refused(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from ds_vertical.io import files
 from ds_vertical.model.kept.slots import KeptStorage, Slots, unpack
 from ds_vertical.offload.kept_store import Growth, KeptStore
 from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper, moved_remedy
-from ds_vertical.types import HOLDING, Tier
+from ds_vertical.planner.budget.fewer import FewerMicroBatches
+from ds_vertical.types import HOLDING, ElasticSettings, Tier
 
 CELL = (0, 0)
 SIZE = 4096
@@ -126,7 +127,8 @@ def test_the_first_step_refuses_more_micro_batches_than_there_is_room_for_and_sa
 
     def first_step(most: int, sizes: Sequence[int] = (100,), logged: bool = False) -> str:
         store = KeptStore(None, 6050)
-        store.growth = Growth(most, 16, 6050, lambda count: 3 * count, logged)
+        settings = ElasticSettings(max_micro_batches=most, counts="run.log" if logged else None)  # of two ranks with 32
+        store.growth = Growth(most, 6050, lambda count: 3 * count, FewerMicroBatches(16, 2, settings).fitting)
         store.open_step({}, 3 * 16)
         for cell in itertools.product(range(3), range(16)):
             size = sizes[cell[1] % len(sizes)]
@@ -145,4 +147,11 @@ def test_the_first_step_refuses_more_micro_batches_than_there_is_room_for_and_sa
     assert 'the log of a run that had it, as "counts"' in first_step(21, logged=True)
     unequal = first_step(31, (60, 100))
     assert "they would have 7440 bytes" in unequal and '_batches": 20 (now' in unequal, "as large as the largest, they fit"
-    assert 'write a smaller "vertical_schedule.elastic.total"' in first_step(31, (127,)), "16 are needed, and do not fit"
+    total, bound = (
+        '"vertical_schedule.elastic.total": 30 (now 32)',
+        '"vertical_schedule.elastic.max_micro_batches": 15 (now 31)',
+    )
+    assert f"write {total} and {bound}, " in first_step(31, (127,)), "16 are needed, and do not fit"
+    store = KeptStore(None, 6050)
+    store.growth, store.most_bytes = Growth(31, 6050, lambda count: 3 * count, FewerMicroBatches(16, 2).fitting), 2017
+    assert store.remedy().startswith('write "keep": "products"'), "three cells of one do not fit"

@@ -42,3 +42,18 @@ def test_gradients_on_ssd_are_written_and_read_once() -> None:
     waiting = replace(shape, placement=Placement.of(gradients_on_ssd=1.0))
     more = horizontal_step(waiting, slow, 8).seconds - horizontal_step(shape, slow, 8).seconds
     assert 16 <= more <= 32  # 16 GB written ahead of the step; read beside what it writes anyway
+
+
+def test_what_is_frozen_has_no_gradients_and_no_state() -> None:
+    """Of four layers one is trained."""
+    adapted = replace(SHAPE, forward_s=0, backward_s=0, gradients=(0, 10**9, 0, 0, 0))
+    assert stock_placement(adapted, 4e9 + 4e9) == Placement.of(parameters_on_ssd=0.5)
+
+    def seconds(**rates: float) -> float:
+        return horizontal_step(adapted, replace(FAST, **rates), 8).seconds
+
+    assert seconds(ssd_read_bytes_per_s=1e9) == pytest.approx(16 * 8 + 12)
+    assert seconds(ssd_write_bytes_per_s=1e9) == pytest.approx(12 + 2)
+    assert seconds(copy_out_bytes_per_s=1e9) == pytest.approx(8 * 4)
+    assert seconds(copy_in_bytes_per_s=1e9) == pytest.approx(16 * 8 + 7 * 4)
+    assert seconds(adam_elements_per_s=1e9) == pytest.approx(1)

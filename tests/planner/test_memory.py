@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.planner.budget.check import check_budget
 from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint
 from ds_vertical.planner.linear_program import LpProblem, tier_bytes
 from ds_vertical.planner.machine import Machine
@@ -17,7 +18,6 @@ from ds_vertical.planner.memory_budget import (
     BudgetTerms,
     budget,
     budget_lines,
-    check_budget,
     kept_bytes,
     reduce_bytes,
     ssd_items,
@@ -119,8 +119,10 @@ def test_a_norm_counts_as_far_as_it_needs_more_than_a_backward() -> None:
     large = replace(SHAPE, working_bytes=700, reduce_bytes=900)
     assert sizes(large, BudgetTerms(3))["device", "norm of a gradient"] == 200
     assert ("device", "norm of a gradient") not in sizes(replace(large, working_bytes=900), BudgetTerms(3))
-    assert reduce_bytes(1000, one_memory=False) == 12_000 and reduce_bytes(1000, one_memory=True) == 0
-    assert reduce_bytes(10**9, one_memory=False) == 4 * 10**9 + 8 * 250_000_000, "stock copies no more at a time"
+    assert reduce_bytes(1000, 1, one_memory=False) == 12_000 and reduce_bytes(1000, 1, one_memory=True) == 0
+    assert reduce_bytes(1000, 4, one_memory=False) == 4 * 2**22 + 2000 and reduce_bytes(1000, 4, one_memory=True) == 4 * 2**22
+    assert reduce_bytes(10**7, 4, one_memory=True) == 4 * 10**7
+    assert reduce_bytes(10**9, 1, one_memory=False) == 4 * 10**9 + 8 * 250_000_000, "stock copies no more at a time"
 
 
 def test_what_a_forward_keeps_counts_in_its_tier_with_the_buffers_on_its_way() -> None:
@@ -227,7 +229,7 @@ def test_shards_tiers_and_working_memory() -> None:
     )
     found = sizes(replace(SHAPE, placement=placed, num_shards=2, working_bytes=9000), BudgetTerms(3))
     assert found == {
-        ("host", "parameter buffers"): 2050,
+        ("host", "parameter buffers"): 4100,  # of whole units, whatever share of them rests in memory
         ("host", "parameters at rest"): 2050,
         ("host", "optimizer state at rest"): 2050 * 12,
         ("host", "optimizer slots"): SLOTS * 500 * 4,

@@ -107,7 +107,7 @@ def test_a_refusal_says_the_least_that_is_lacking_wherever_the_state_is() -> Non
     whole = search._Search(task, SLOW_SSD, limits, (search._LIBRARIES, norm), window=0)
     with pytest.raises(PlanError, match="MiB short") as refused:
         choose(task, SLOW_SSD, limits)
-    assert str(refused.value) == search._shortage(whole)
+    assert str(refused.value) == search.refusal(whole)
 
 
 # ---- what is written

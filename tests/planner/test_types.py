@@ -73,7 +73,7 @@ def test_every_table_over_tiers_has_each_tier() -> None:
 def test_the_linear_program_or_the_search_decides_about_every_resting_place() -> None:
     """Of a kind's tiers all but one have a share that is chosen; the search tries both tiers of the state."""
     for kind, tiers in RESTING_PLACES.items():
-        chosen = {tier for of, tier in linear_program._CHOSEN.values() if of is kind}
+        chosen = {tier for of, tier in linear_program.CHOSEN.values() if of is kind}
         assert len(set(tiers) - chosen) == 1 or (kind is TensorKind.STATE and tiers == (Tier.HOST, Tier.SSD)), kind
 
 

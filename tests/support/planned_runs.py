@@ -55,17 +55,17 @@ MODELS = {
 
 @cache
 def spec_of(name: str, dtype: str) -> ModelSpec:
-    spec = read_spec(name, _fields(name), LENGTH, dtype)
+    spec = read_spec(name, fields_of(name), LENGTH, dtype)
     return replace(spec, sums_in_fp32=not spec.made_by_products or sums_in_fp32(_DTYPES[dtype]))  # of this machine
 
 
 @cache
 def _model(name: str, dtype: str) -> nn.Module:
     with torch.device("meta"):
-        return build_model(name, _fields(name), lambda config: None, dtype=_DTYPES[dtype])
+        return build_model(name, fields_of(name), lambda config: None, dtype=_DTYPES[dtype])
 
 
-def _fields(name: str) -> dict[str, Any]:
+def fields_of(name: str) -> dict[str, Any]:
     return {**MODELS[name], "max_position_embeddings": 2 * LENGTH}
 
 
@@ -81,6 +81,7 @@ class Setting:
     window: int = 1
     delay: float = 1.0
     state_on_ssd: float = 1.0
+    num_ranks: int = 1  # of one host, each with the bytes that are given
 
     @property
     def spec(self) -> ModelSpec:
@@ -89,8 +90,8 @@ class Setting:
     @property
     def task(self) -> Task:
         spec = self.spec
-        tokens = LENGTH * self.num_micro_batches
-        options = {"clip": self.clip, "micro_batch_size": 1, "keep": False}
+        tokens = LENGTH * self.num_micro_batches * self.num_ranks
+        options = {"clip": self.clip, "micro_batch_size": 1, "keep": False, "num_ranks": self.num_ranks}
         return Task(spec, tokens, lambda size: estimated(spec, size, 1e11), **options)
 
     def search(self, host_bytes: float) -> search._Search:

@@ -1,6 +1,8 @@
 """Builds one engine and says what setting its optimizer up has taken. Run by tests/engine/test_setup_budget.py:
 
-    python tests/support/setup_worker.py CONFIG.json NUM_LAYERS WIDTH
+    python tests/support/setup_worker.py CONFIG.json NUM_LAYERS WIDTH under|outside
+
+"outside": the model is built outside zero.Init, and DeepSpeed makes one at `initialize`.
 
 Prints {"baseline": bytes of the process beside its parameters, "setup": what the budget adds for the set-up, "peak": the
 largest resident set from the check of the budget until the engine makes buffers of its own}.
@@ -19,13 +21,14 @@ import harness
 from models import MixerModel
 from processes import say, status
 
-from ds_vertical.engine import memory_check
+from ds_vertical.engine import api, memory_check
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
 
 
-def main(config: dict[str, Any], num_layers: int, width: int) -> None:
+def main(config: dict[str, Any], num_layers: int, width: int, under_zero_init: bool) -> None:
     found: dict[str, int] = {}
     host_room, start_pipeline = memory_check.host_room, VerticalStage3.start_pipeline
+    check_memory = api.check_memory
 
     def from_here(*given: Any) -> tuple[int, int]:
         allowed, found["baseline"] = host_room(*given)
@@ -36,13 +39,17 @@ def main(config: dict[str, Any], num_layers: int, width: int) -> None:
         found["peak"] = 1024 * status("VmHWM")
         start_pipeline(self, *given, **named)
 
-    memory_check.host_room = from_here
+    def checked(forecast: memory_check.Forecast, *given: Any) -> Any:
+        found["setup"] = forecast.setup_bytes
+        return check_memory(forecast, *given)
+
+    memory_check.host_room, api.check_memory = from_here, checked
     VerticalStage3.start_pipeline = up_to_here
-    with harness.running(config, partial(MixerModel, num_layers, width), vertical=True) as (engine, model):
-        groups = memory_check.groups_of(model, None, None)
-        found["setup"] = memory_check.Forecast(engine.layers, groups, config, engine.vertical).setup_bytes
+    build = partial(MixerModel, num_layers, width)
+    with harness.running(config, build, vertical=True, under_zero_init=under_zero_init):
+        pass
     say("setup", found)
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), *map(int, sys.argv[2:]))
+    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "under")

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
 
 from ds_vertical.cli.common import JsonObject
 from ds_vertical.config.deepspeed_keys import AIO
 from ds_vertical.config.section import SECTION
+from ds_vertical.planner import memory_budget
+from ds_vertical.planner.budget import zero_init
 from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.kept_activations import keep_keys
-from ds_vertical.planner.memory_budget import sub_group_size
 from ds_vertical.planner.model_shape import ModelSpec
 from ds_vertical.types import OFFLOAD_DEVICES, TensorKind, Tier
-
-_LARGE: Final = 50_000_000  # elements of a parameter, from which on stock's pool has few buffers
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def write_config(candidate: Candidate, spec: ModelSpec, training: TrainingOption
     precision = {"bf16": {"enabled": spec.dtype == "bf16"}}
     if spec.dtype == "fp16":
         precision |= {"fp16": {"enabled": True}}
-    zero = _zero(choice, spec, training)
+    zero = _zero(candidate, spec, training)
     spread = len(training.nvme_paths) > 1 and "nvme_path" in zero["offload_param"] | zero["offload_optimizer"]
     paths = {"nvme_paths": list(training.nvme_paths)} if spread else {}
     return {
@@ -89,7 +88,8 @@ def _activations(choice: Choice) -> JsonObject:
     return {"device": Tier.HOST.value, "share": host} if host else {"device": Tier.DEVICE.value}
 
 
-def _zero(choice: Choice, spec: ModelSpec, training: TrainingOptions) -> JsonObject:
+def _zero(candidate: Candidate, spec: ModelSpec, training: TrainingOptions) -> JsonObject:
+    choice, num_ranks = candidate.choice, candidate.shape.num_shards
     largest, elements, locked = spec.largest_parameter, spec.num_elements, training.locked
     in_host = choice.placement.share(TensorKind.PARAMETERS, Tier.HOST)
     everything = in_host > 1 - 1e-6
@@ -98,9 +98,9 @@ def _zero(choice: Choice, spec: ModelSpec, training: TrainingOptions) -> JsonObj
     if not everything:
         parameters |= {
             "nvme_path": training.nvme_paths[0],
-            "buffer_count": 8 if largest >= _LARGE else 32,
-            "buffer_size": largest,
-            "max_in_cpu": int(in_host * elements),
+            "buffer_count": _buffer_count(candidate, largest),
+            "buffer_size": zero_init.buffer_elements(largest, num_ranks),
+            "max_in_cpu": int(in_host * elements / num_ranks),  # of each rank's shards
         }
     state_tier = Tier.SSD if choice.placement.share(TensorKind.STATE, Tier.SSD) else Tier.HOST
     state: JsonObject = {"device": OFFLOAD_DEVICES[state_tier], "pin_memory": locked}
@@ -111,7 +111,7 @@ def _zero(choice: Choice, spec: ModelSpec, training: TrainingOptions) -> JsonObj
         "overlap_comm": True,
         "contiguous_gradients": True,
         "reduce_bucket_size": largest,
-        "sub_group_size": sub_group_size(elements),
+        "sub_group_size": memory_budget.sub_group_size(elements),
         "stage3_param_persistence_threshold": 0,
         "stage3_prefetch_bucket_size": 0,
         "stage3_max_live_parameters": 2 * max(largest, max(spec.block_elements)),
@@ -119,3 +119,10 @@ def _zero(choice: Choice, spec: ModelSpec, training: TrainingOptions) -> JsonObj
         "offload_param": parameters,
         "offload_optimizer": state,
     }
+
+
+def _buffer_count(candidate: Candidate, largest: int) -> int:
+    """As many buffers of zero.Init as take no more memory than the plan does anyway."""
+    room, one_memory = memory_budget.total_bytes(candidate.items, Tier.HOST), candidate.machine.one_memory
+    taken = partial(zero_init.build_bytes, candidate.shape, largest, candidate.case.further, one_memory)
+    return zero_init.buffer_count(largest, room, taken)

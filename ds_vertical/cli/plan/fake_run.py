@@ -221,13 +221,14 @@ def _frozen(
     if all(param.requires_grad for param in model.parameters()):
         return {}
     blocks = [block.module for block in layers.blocks]
-    trained = [sum(param.numel() for param in block.parameters() if param.requires_grad) for block in blocks]
     outside = [param for unit in layers.outside.units for param in layers.units[unit]]
-    around = sum(param.numel() for param in outside if param.requires_grad)
+    around = tuple(param.numel() for param in outside if param.requires_grad)
+    inside = [tuple(param.numel() for param in block.parameters() if param.requires_grad) for block in blocks]
     per_token = 2 * sum(map(_frozen_weights, blocks)) / len(blocks)
     head = model.get_output_embeddings()
     return {
-        "trained": (around, *trained),
+        "trained": (sum(around), *map(sum, inside)),
+        "trained_sizes": (max(inside, key=sum), around),
         "block_frozen_flops": min(block_flops, sequence_length * per_token),
         "head_frozen_flops": min(head_flops, 2 * sequence_length * (0 if head is None else _frozen_weights(head))),
     }

@@ -103,7 +103,7 @@ def _two_halves(exact: Candidate, copies: Copies, network: Network) -> TwoHalves
     plain = {"delay": 1.0, "early": False, "kept": None, "in_place": False, "levels": None, "speculation": False}
     choice = replace(exact.choice, num_micro_batches=count, placement=placement, **plain)
     terms = replace(exact.case.terms, num_micro_batches=count, held_share=1.0)
-    case = replace(exact.case, shape=shape, terms=terms, delay=1.0, early=False, menu=None, setup_bytes=0.0)
+    case = replace(exact.case, shape=shape, terms=terms, delay=1.0, early=False, menu=None, setup_bytes=0.0, build_bytes=0.0)
     halved = HalvedStep(choice, case, 0.0, ())
     # no estimate from few layers: where NORM@-1 stands changes with their number
     return TwoHalves(copies, halved.step_s, _short(halved, network, sharing))
@@ -119,7 +119,8 @@ def _in_memory(placement: Placement) -> Placement:
 def _short(halved: HalvedStep, network: Network, sharing: int) -> TierBytes:
     """The budget has the copies among what acco takes besides, and not among the levels'."""
     shape = replace(halved.shape, network=replace(network, levels=False, copy_ranks=None, sum_ranks=None))
-    own = memory_budget.halves_items(shape.num_elements, shape.param_bytes, shape.gradient_bytes, network.num_ranks, sharing)
+    sizes = shape.num_elements, shape.stepped_elements
+    own = memory_budget.halves_items(*sizes, shape.param_bytes, shape.gradient_bytes, network.num_ranks, sharing)
     case = replace(halved.case, shape=shape, further=(*halved.case.further, *own))
     needed = {tier: linear_program.tier_bytes(case, shape.placement, tier) for tier in halved.case.limits}
     limits = ((tier, limit) for tier, limit in halved.case.limits.items() if limit is not None)

@@ -10,15 +10,18 @@ from ds_vertical.distributed import ranks
 from ds_vertical.distributed.elastic import ElasticCounts
 from ds_vertical.model.boundary_tensors import BoundaryTensors
 from ds_vertical.offload.kept_store import Growth, KeptStore
+from ds_vertical.planner.budget.fewer import FewerMicroBatches
 from ds_vertical.planner.kept_activations import ON_DEVICE, kept_cells
 from ds_vertical.schedule.events import Cell
 from ds_vertical.types import ActivationSettings, Tier
 
+_Counts = tuple[ElasticCounts, FewerMicroBatches]  # of a run, and how its JSON has fewer
 
-def growth(elastic: ElasticCounts, num_layers: int, limit: int, settings: ActivationSettings, num_passes: int) -> Growth:
+
+def growth(counts: _Counts, num_layers: int, limit: int, settings: ActivationSettings, num_passes: int) -> Growth:
     """What the counts let a rank keep by these settings. `limit`: bytes of host memory for it, on the rank that has fewest.
     `num_passes`: one after the other, that share a step's micro-batches."""
-    one_memory = accelerator.is_one_memory()
+    (elastic, fewer), one_memory = counts, accelerator.is_one_memory()
     resting = Tier.DEVICE if one_memory else Tier.HOST
 
     def cells(num_micro_batches: int) -> int:
@@ -26,15 +29,15 @@ def growth(elastic: ElasticCounts, num_layers: int, limit: int, settings: Activa
         tiers = Counter(kept_cells(num_layers, of_pass, settings.kept_shares, one_memory).values())
         return tiers[resting] + (ON_DEVICE if one_memory and len(tiers) > (Tier.DEVICE in tiers) else 0)
 
-    return Growth(elastic.most, elastic.least_most, limit, cells, elastic.is_replayed)
+    return Growth(elastic.most, limit, cells, fewer.fitting)
 
 
 class PassingBytes:
     """What passes between layers takes of host memory, which is the device's: no budget counts it ahead of the first step.
     `limit`, `num_passes`: see `growth`."""
 
-    def __init__(self, elastic: ElasticCounts, num_layers: int, limit: int, num_passes: int) -> None:
-        self._elastic = elastic
+    def __init__(self, counts: _Counts, num_layers: int, limit: int, num_passes: int) -> None:
+        self._elastic, self._fewer = counts
         self._num_passes = num_passes
         self._num_layers = num_layers
         self._limit = limit
@@ -66,12 +69,9 @@ class PassingBytes:
         most = self._elastic.most
         if not of_one or of_one * -(-most // self._num_passes) <= self._limit:
             return
-        fitting = self._limit // of_one * self._num_passes
-        remedy = f'"vertical_schedule.elastic.max_micro_batches": {fitting} (now {most})'
-        if fitting < self._elastic.least_most:
-            remedy = 'a smaller "vertical_schedule.elastic.total" (where it is null, fewer gradient_accumulation_steps)'
+        remedy = self._fewer.fitting(lambda count: of_one * -(-count // self._num_passes) <= self._limit)
         accelerator.log(
             f"ds_vertical: warning: elastic: what passes between layers, and what forwards keep, has taken {of_one} bytes of"
             f" host memory for each micro-batch; a rank may be given {most}, and the memory budget (see the start) leaves"
-            f" {self._limit}; write {remedy}"
+            f" {self._limit}; write {remedy or 'a smaller train_micro_batch_size_per_gpu, or shorter sequences'}"
         )

@@ -47,7 +47,7 @@ class KeepChoice:
 @dataclass(frozen=True)
 class KeepPlanner:
     """Chooses for one run. `forecast`: of what its ranks hold; `report`: of `ds-vertical limits`, None where there is none;
-    `allowed`, `baseline`: bytes of host memory as `memory_check.host_room` has them."""
+    `allowed`, `baseline`: bytes of host memory as `budget.room.host_room` has them."""
 
     forecast: Forecast
     resolved: RunSettings

@@ -28,10 +28,9 @@ from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.offload.state_files import Chunk
 from ds_vertical.planner.memory_budget import PART_ELEMENTS
 from ds_vertical.schedule.events import Unit
-from ds_vertical.types import RunSettings
+from ds_vertical.types import REDUCED_TOGETHER, RunSettings
 
 REDUCTIONS: Final = "reductions"  # the process group in which gradients are reduced
-REDUCED_TOGETHER = 1 << 22  # elements of the parameters that one collective reduces, or one larger parameter
 
 
 def check_optimizer(optimizer: object) -> None:

@@ -55,7 +55,8 @@ class PlannedShards:
         self._persistent = self._on_device()
         movable = {id(param) for group in groups for param in group} - self._persistent if json.state_in_files else ()
         self._in_host = params_in_host(layers, movable, self.numel, host_share)
-        self.chunks = [chunk for group in groups for chunk in self._chunks(group)]
+        rooms = json.host_rooms([sum(map(self.numel, group)) for group in groups])
+        self.chunks = [chunk for each in zip(groups, rooms, strict=True) for chunk in self._chunks(*each)]
 
     def numel(self, param: nn.Parameter) -> int:
         """Elements of this rank's shard."""
@@ -69,6 +70,11 @@ class PlannedShards:
         """Bytes of a file that holds `num_bytes`: asynchronous I/O moves whole blocks."""
         alignment = self._json.alignment_bytes
         return -(-num_bytes // alignment) * alignment
+
+    @property
+    def stepped(self) -> frozenset[int]:
+        """By id the parameters that the optimizer steps."""
+        return frozenset(id(param) for chunk in self.chunks for param in chunk.params)
 
     @property
     def in_files(self) -> list[nn.Parameter]:
@@ -100,8 +106,8 @@ class PlannedShards:
         stays = self._json.persistent(map(zero_params.full_numel, params))
         return {id(p) for p, persistent in zip(params, stays, strict=True) if persistent and not self._goes_to_ssd(p)}
 
-    def _chunks(self, group: Sequence[nn.Parameter]) -> Iterator[PlannedChunk]:
-        """Of one of the optimizer's groups. The first `max_in_cpu` elements of each stay in host memory."""
+    def _chunks(self, group: Sequence[nn.Parameter], host_room: int) -> Iterator[PlannedChunk]:
+        """Of one of the optimizer's groups. Its first `host_room` elements stay in host memory, in whole chunks."""
         passed = 0
         for unit in self._layers.in_chunk_order(self._json.params_in_files):
             members = (param for param in group if self._unit_of[id(param)] == unit)
@@ -112,5 +118,5 @@ class PlannedShards:
                 passed += sum(sizes)
                 in_files = self._json.state_in_files and not self._rests_in_host(params[0])
                 in_files = in_files and sum(sizes) * FP32_BYTES >= self._json.least_bytes
-                params_in_files = self._json.params_in_files and passed > self._json.max_in_cpu
+                params_in_files = self._json.params_in_files and passed > host_room
                 yield PlannedChunk(unit, tuple(params), sizes, in_files, params_in_files, persistent)

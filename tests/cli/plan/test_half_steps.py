@@ -128,7 +128,7 @@ def test_bytes_that_lack_are_counted_with_copies_prediction_and_gradients() -> N
     given = exact(1e6, num_nodes=1)
     assert not _short(given, 1e9)
     own = _LAYERS * _NUMEL // 4
-    items = memory_budget.halves_items(_LAYERS * _NUMEL, 2, 4, 4, 1)
+    items = memory_budget.halves_items(_LAYERS * _NUMEL, _LAYERS * _NUMEL, 2, 4, 4, 1)
     assert sum(item.num_bytes for item in items) == 2 * _LAYERS * _NUMEL * 2 + 2 * own * 2 + own * 4
     without = linear_program.tier_bytes(given.case, _IN_MEMORY, Tier.HOST)
     halved = replace(given.case.terms, num_micro_batches=4)

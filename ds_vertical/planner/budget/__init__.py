@@ -1,0 +1,1 @@
+"""Parts of the memory budget of a plan."""
