@@ -67,3 +67,17 @@ def test_evaluations_of_unequal_numbers_of_micro_batches_are_checked_on_all_rank
             wrong = ("(3, 1)", "(3, 2)") if rank == 0 else ("(1, 2)", "(3, 2)")
             assert told.startswith("SelfCheckError" if counts in wrong else "OtherRankError"), (counts, told)
             assert counter == 0
+
+
+@pytest.mark.slow
+def test_first_evaluations_of_unequal_numbers_of_micro_batches_have_torchs_losses(tmp_path: Path) -> None:
+    """A rank that has run its last one reads the layers with the other, and counts nothing."""
+    first, second = on_two_ranks(tmp_path, "first evaluations")
+    for order in ("vertical", "horizontal"):
+        ours, others = first[order], second[order]
+        assert ours["told"] == ["nothing", "OtherRankError", "OtherRankError", "nothing"], ours
+        assert others["told"] == ["nothing", "ArithmeticError", "ArithmeticError", "nothing"], others
+        assert (ours["right"], others["right"]) == ([M, 1, 1, 1], [1, 1, M, M])
+        assert (ours["forwards"], others["forwards"]) == (M + 3, 2 * M + 2)
+        wrong = order == "vertical"
+        assert (ours["trained"], others["trained"]) == (("SelfCheckError",) * 2 if wrong else ("nothing",) * 2)

@@ -30,7 +30,9 @@ before would have left it. If the prefix changes it then, the prefix is one of t
 is thrown away.
 
 [Note: one after the other] With a single micro-batch, or in stock's order ("horizontal"), each forward is over before the next
-one begins. Then modules hold what they hold, and only the recompute of a block needs to know what the block found.
+one begins. Then modules hold what they hold, and only the recompute of a block needs to know what the block found. In an
+evaluation nothing is computed again. There what a forward changes is noted, so that an error can put it back, and no change
+lets it start over, or is refused since there is no copy.
 """
 
 from __future__ import annotations
@@ -117,6 +119,7 @@ class ForwardState:
         tracked = TrackedState(self.learned, snapshot, learns, seeds, in_turn)
         step = StepState(self.learned, self.model, self._layers, tracked, seeds, self.snake and training)
         step.counts = lambda: self._num_decided() != decided
+        step.is_stocks = in_turn and not training and all(seed is None for seed in seeds)
         modules = {id(module): path for path, module in self.model.named_modules()} if self.learned.handled else {}
         with AttributeWatch(tracked, modules, self._layers).watching(), Changed(step.finish):
             try:
