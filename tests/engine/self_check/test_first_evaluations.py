@@ -99,7 +99,7 @@ def evaluated(engine: Any, step: Any) -> list[float]:
 def num_reads(engine: Any, step: Any) -> int:
     """How often an evaluation reads a layer."""
     with counting_reads(engine) as found:
-        evaluated(engine, step)
+        engine.eval_batch(iter(step))
     return found.count(1)
 
 
