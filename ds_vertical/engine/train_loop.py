@@ -339,9 +339,9 @@ class VerticalLoop(TrainLoop):
     ) -> list[torch.Tensor]:
         """`run_schedules`, and again wherever the step starts over. `calls`: see `step`."""
         inputs = self._inputs.held(bodies)
-        run, again = (partial(each, bodies, scale_of) for each in (self.run_schedules, self._check.run_again))
+        again = partial(self._check.run_again, bodies, scale_of, inputs)
         with Changed(self._inputs.forget, only_if_failed=True):
-            losses = until_known(run, partial(again, inputs), _log, calls)
+            losses = until_known(partial(self.run_schedules, bodies, scale_of), again, _log, calls)
         self._inputs.note(inputs)
         return losses
 
