@@ -454,8 +454,7 @@ class VerticalLoop(TrainLoop):
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """The model's outputs for one call, without training."""
-        given = inputs, kwargs
-        body = Body(partial(self.call_model, *inputs, **kwargs), None, micro.form_of(given), given=given)
+        body = Body(partial(self.call_model, *inputs, **kwargs), None, micro.form_of((inputs, kwargs)))
         return self._evaluations.run_one(body)
 
 
