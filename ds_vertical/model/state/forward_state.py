@@ -106,7 +106,8 @@ class ForwardState:
         not count, everything holds what it held before. The block explains its errors (`StepState.explained`), and raises
         StateMissed, for the step to start over, on all ranks or on none.
         """
-        kind = _shape_of(self.model), tuple(getattr(each, "__code__", id(each)) for each in functions)
+        in_turn = self.in_turn or len(seeds) == 1  # which shows less than forwards that take turns
+        kind = _shape_of(self.model), tuple(getattr(each, "__code__", id(each)) for each in functions), in_turn
         wanted = {(kind, form) for form in forms} - self._known
         blocks = [block.module for block in self._layers.blocks]
         with without_collection():
@@ -115,7 +116,7 @@ class ForwardState:
         self._keep(snapshot)
         self.learned.reached = reached
         decided = self._num_decided()
-        learns, in_turn = bool(wanted) and self.learned.handled, self.in_turn or len(seeds) == 1
+        learns = bool(wanted) and self.learned.handled
         tracked = TrackedState(self.learned, snapshot, learns, seeds, in_turn)
         step = StepState(self.learned, self.model, self._layers, tracked, seeds, self.snake and training)
         step.counts = lambda: self._num_decided() != decided

@@ -74,6 +74,36 @@ class Counted(Base):
         return ()
 
 
+class NotingBlock(Block):
+    notes: list[torch.Tensor]
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.notes.append(x.mean())
+        return self.body(x)
+
+
+class Noting(Base):
+    """Empties the lists that its blocks fill, and adds up what they have left there. All forwards begin with empty ones."""
+
+    block = NotingBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clear()
+
+    def clear(self) -> None:
+        for block in self.blocks:
+            block.notes = []
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        for block in self.blocks:
+            block.notes.clear()
+        return ()
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        return sum([note for block in self.blocks for note in block.notes], x.new_zeros(()))
+
+
 class DropsOut(Base):
     def end(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.dropout(x, 0.5, training=True).mean()
@@ -270,3 +300,17 @@ def test_a_model_that_the_check_cannot_follow_stays_in_stocks_order(tmp_path: Pa
             engine.save_checkpoint(saves)
         said.append(capsys.readouterr().out)
     assert [(each.count(NOT_FOLLOWED), each.count("trained without the check")) for each in said] == [(1, 1)] * 2
+
+
+@pytest.mark.parametrize("wanted", [False, None])
+def test_what_single_forwards_have_shown_is_learned_again_for_several(tmp_path: Path, wanted: bool | None) -> None:
+    """A single one does not show that the next one resets what this one has left."""
+    step = batches(1)[0]
+    with running(config(tmp_path, wanted), Noting, vertical=True) as (engine, model):
+        if wanted is None:
+            engine.train_batch(iter(step))
+        model.clear()
+        right = plain(Noting, read_weights(model), step)
+        assert [evaluated(engine, [micro_batch])[0] for micro_batch in step] == right
+        model.clear()
+        assert evaluated(engine, step) == right
