@@ -34,7 +34,6 @@ from ds_vertical.io.streams import works_beside_host
 from ds_vertical.model.kept.kinds import runs_others_code
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.forward_state import ForwardState
-from ds_vertical.model.state.inputs import HeldInputs
 from ds_vertical.offload.activation_store import ActivationStore
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts, SumPlace
 from ds_vertical.offload.kept_store import KeptStore
@@ -123,11 +122,8 @@ class StepParts:
         """As `build_evaluation` takes them."""
         return self.standing() or frozenset() if self.vertical.levels.are_on else None
 
-    def start_over(self, inputs: HeldInputs) -> None:
-        """Ahead of a further run of a step, which all ranks make: what has been learned holds on all of them. `inputs`: what
-        its forwards are given, as that was ahead of the first run. Raises LayerError, on all ranks, where nobody has that."""
-        with self.optimizer.live.agreed("a run that starts over"):
-            inputs.put_back()
+    def start_over(self) -> None:
+        """Ahead of a further run of a step, which all ranks make: what has been learned holds on all of them."""
         self.state.forget()
         missed = self.layers.apart & set[Unit]().union(*ranks.all_gathered(set(self.layers.missed)))
         self.layers.apart.difference_update(missed)

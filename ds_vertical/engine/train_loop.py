@@ -36,7 +36,6 @@ from ds_vertical.model import batch as micro
 from ds_vertical.model.batch import LossFn
 from ds_vertical.model.layers import check_trainable, refuse_batch_flags, shares_weights
 from ds_vertical.model.micro_batch import Body
-from ds_vertical.model.state.inputs import InputHabits
 from ds_vertical.model.state.module_state import global_generators_seeded
 from ds_vertical.model.state.restart import LearnedCalls, until_known
 from ds_vertical.model.thread_state import ThreadState, applied
@@ -247,7 +246,7 @@ class ModelCall:
     def body(self, batch: object, seed: int | None, loss_fn: LossFn | None) -> Body:
         """The forward of one micro-batch, which returns its loss."""
         functions = () if loss_fn is None else (loss_fn,)
-        return Body(partial(self._loss, batch, loss_fn), seed, micro.form_of(batch), functions, given=batch)
+        return Body(partial(self._loss, batch, loss_fn), seed, micro.form_of(batch), functions)
 
     def _loss(self, batch: object, loss_fn: LossFn | None) -> torch.Tensor:
         inputs = compat_engine.inputs_of(self.engine, batch)
@@ -269,7 +268,6 @@ class VerticalLoop(TrainLoop):
         self.scheduler_steps = 1  # of the learning rate scheduler, for a step that counts
         self._calls = LearnedCalls()  # in the step under way, or in the one before
         self._calls_of_windows = LearnedCalls()
-        self._inputs = InputHabits()
 
     def run(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
         """One step over the micro-batches; returns their losses. See `step`."""
@@ -329,20 +327,10 @@ class VerticalLoop(TrainLoop):
                     self._check.run(seeded_bodies, scale_of)
             taken = partial(self._check.bytes_taken, seeded_bodies, scale_of)
             with self._full.explaining(len(bodies), taken), self._tracer.step():
-                losses = self._run_until_known(seeded_bodies, scale_of, calls)
+                run = partial(self.run_schedules, seeded_bodies, scale_of)
+                losses = until_known(run, partial(self._check.run_again, seeded_bodies, scale_of), _log, calls)
                 self.conclude()
             self._parts.keeping.close_step(self._parts.runner, self._calls.number)
-        return losses
-
-    def _run_until_known(
-        self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale], calls: LearnedCalls | None
-    ) -> list[torch.Tensor]:
-        """`run_schedules`, and again wherever the step starts over. `calls`: see `step`."""
-        inputs = self._inputs.held(bodies)
-        again = partial(self._check.run_again, bodies, scale_of, inputs)
-        with Changed(self._inputs.forget, only_if_failed=True):
-            losses = until_known(partial(self.run_schedules, bodies, scale_of), again, _log, calls)
-        self._inputs.note(inputs)
         return losses
 
     def run_schedules(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> list[torch.Tensor]:

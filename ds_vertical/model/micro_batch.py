@@ -34,7 +34,6 @@ class Body:
     `form`: equal for micro-batches of the same structure; `functions`: the user's that it calls besides the model. `checked`:
     makes what the self-check runs in place of `run`; None: `run` itself. `loss_of`: what the hub calls where the suffix is due,
     with what runs the suffix and returns what `run` returns; it returns the loss. `weight`: the loss's own in the step's.
-    `given`: the micro-batch, or what else `run` gives the model: a forward may write the tensors in there (`state.inputs`).
     """
 
     run: Callable[[], Any]
@@ -44,7 +43,6 @@ class Body:
     checked: Callable[[], Callable[[], torch.Tensor]] | None = None
     loss_of: LossOf = own_loss
     weight: float = 1.0
-    given: object = None
 
 
 class MicroBatch:

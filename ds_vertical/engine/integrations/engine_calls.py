@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -53,8 +52,7 @@ class CallableEngine(SavingEngine):
             self.optimizer.calls.call("train_window"),
             ranks.collective_section("train_window"),
         ):
-            bodies = [replace(body, given=batch) for body, batch in zip(window.bodies, batches, strict=True)]
-            self._loop.train_window(bodies, window, batches)
+            self._loop.train_window(window.bodies, window, batches)
         return window.results
 
     def eval_window(
@@ -64,10 +62,7 @@ class CallableEngine(SavingEngine):
         returns what each returned. `counted`: see `train_window`; after an error, too, nothing has been counted."""
         model, all_runs = self._loop.call_model, Runs(counted)
         pairs = enumerate(zip(runs, batches, strict=True))
-        steps = [
-            replace(EvaluatedStep(model, index, all_runs).body(run, micro.form_of(batch)), given=batch)
-            for index, (run, batch) in pairs
-        ]
+        steps = [EvaluatedStep(model, index, all_runs).body(run, micro.form_of(batch)) for index, (run, batch) in pairs]
         with self._stopping.obeyed(self), self.optimizer.calls.call("eval_window"), ranks.collective_section("eval_window"):
             try:
                 return self._loop.evaluate_bodies(steps)

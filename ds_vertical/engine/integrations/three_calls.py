@@ -367,10 +367,9 @@ class Hub:
 
     def _body(self, index: int, call: Call) -> Body:
         engine, model = self._loop.engine, self._loop.call_model
-        args, kwargs = compat_engine.inputs_of(engine, call.args), compat_engine.inputs_of(engine, dict(call.kwargs))
-        run, form = partial(model, *args, **kwargs), micro.form_of((call.args, dict(call.kwargs)))
-        loss_of = partial(self._loss_of, index)
-        return Body(run, None, form, checked=lambda: lambda: loss_of_outputs(run()), loss_of=loss_of, given=(args, kwargs))
+        run = partial(model, *compat_engine.inputs_of(engine, call.args), **compat_engine.inputs_of(engine, dict(call.kwargs)))
+        form = micro.form_of((call.args, dict(call.kwargs)))
+        return Body(run, None, form, checked=lambda: lambda: loss_of_outputs(run()), loss_of=partial(self._loss_of, index))
 
     def _loss_of(self, index: int, finish: Callable[[], object]) -> torch.Tensor:
         """At a micro-batch's HEAD: let the loop call the model, give it the outputs, and return the loss that it brings."""

@@ -38,7 +38,6 @@ from ds_vertical.engine.self_check.plain_pass import PlainOrder
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.micro_batch import Body
-from ds_vertical.model.state.inputs import HeldInputs
 from ds_vertical.model.state.module_state import global_generators, global_generators_seeded, key_of_item
 from ds_vertical.model.state.restart import until_known
 from ds_vertical.model.state.snapshot import Snapshot, StateChange, refuse_large
@@ -86,9 +85,8 @@ class SelfCheck:
 
     def run(self, bodies: Sequence[Body]) -> tuple[str, Exception | None]:
         """Compare both orders over these micro-batches. Returns a line of what it took, and what is wrong."""
-        inputs = HeldInputs(bodies)
         with self._agreed():
-            snapshot, undo = _state_now(self.parts, bodies, inputs)
+            snapshot, undo = _state_now(self.parts, bodies)
         failed = Changed(self.gradients.drop_all, only_if_failed=True)
         with preserved(), generators_kept(), Changed(partial(undo, refuse=False)), failed:
             start = time.perf_counter()
@@ -97,7 +95,7 @@ class SelfCheck:
             left = [(change, change.item.capture()) for change in snapshot.changes()]
             with self._agreed():
                 undo()
-            ours, error = self._tried(bodies, inputs)
+            ours, error = self._tried(bodies)
             own = [change.item.capture() for change, _ in left]
             self._choose_last(left, own)
             with self._agreed():
@@ -115,12 +113,11 @@ class SelfCheck:
 
     def run_alone(self, bodies: Sequence[Body]) -> None:
         """Run the schedule alone over these micro-batches, and compare nothing. All is then as it was, after an error, too."""
-        inputs = HeldInputs(bodies)
-        _, undo = _state_now(self.parts, bodies, inputs)
+        _, undo = _state_now(self.parts, bodies)
         schedule = build_training(replace(self.step, outside=self.parts.outside_of(1)))
         with preserved(), generators_kept(), Changed(partial(undo, refuse=False)), Changed(self.gradients.drop_all):
             run = partial(self.runner.check, schedule, bodies, self.gradients, self.scale, _Deaf())
-            until_known(run, partial(self.parts.start_over, inputs))
+            until_known(run, self.parts.start_over)
 
     def _plain(self, bodies: Sequence[Body]) -> Record:
         record = Record(self.parts.optimizer.gradient_accumulation_dtype)
@@ -155,20 +152,20 @@ class SelfCheck:
         record.around = self._sums()
         return record
 
-    def _tried(self, bodies: Sequence[Body], inputs: HeldInputs) -> tuple[Record | None, Exception | None]:
+    def _tried(self, bodies: Sequence[Body]) -> tuple[Record | None, Exception | None]:
         """What the schedule computes, or that it fails where torch's own order has not."""
         try:
-            return self._scheduled(bodies, inputs), None
+            return self._scheduled(bodies), None
         except Exception as failure:
             return None, self._diagnosis.of_schedule(failure)
 
-    def _scheduled(self, bodies: Sequence[Body], inputs: HeldInputs) -> Record:
+    def _scheduled(self, bodies: Sequence[Body]) -> Record:
         state = self.runner.state
         if state is None:
             return self._run_schedule(bodies)
         state.learned.compares = True
         try:
-            return until_known(partial(self._run_schedule, bodies), partial(self.parts.start_over, inputs))
+            return until_known(partial(self._run_schedule, bodies), self.parts.start_over)
         finally:
             state.learned.compares = False
 
@@ -217,18 +214,12 @@ class SelfCheck:
         return sums
 
 
-def _state_now(parts: StepParts, bodies: Sequence[Body], inputs: HeldInputs) -> tuple[Snapshot, Callable[..., None]]:
-    """What the modules hold, and what puts that back, with what the forwards are given."""
+def _state_now(parts: StepParts, bodies: Sequence[Body]) -> tuple[Snapshot, Callable[..., None]]:
+    """What the modules hold, and what puts that back."""
     functions = [function for body in bodies for function in body.functions]
     blocks = [block.module for block in parts.layers.blocks]
     snapshot = Snapshot(*survey(parts.module, blocks, functions)[:2])
-    of_backward = Snapshot(*survey_backward(parts.module))
-
-    def undo(refuse: bool = True) -> None:
-        inputs.put_back(refuse)
-        put_state_back(snapshot, of_backward, refuse=refuse)
-
-    return snapshot, undo
+    return snapshot, partial(put_state_back, snapshot, Snapshot(*survey_backward(parts.module)))
 
 
 class _Deaf:

@@ -19,7 +19,6 @@ from ds_vertical.engine.self_check.digests import digests_of, largest_distance
 from ds_vertical.engine.self_check.first_step import NUM_MICRO_BATCHES, FurtherChecks
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.micro_batch import Body
-from ds_vertical.model.state.inputs import HeldInputs
 from ds_vertical.model.state.snapshot import Snapshot
 from ds_vertical.model.state.survey import survey
 from ds_vertical.model.thread_state import preserved
@@ -60,24 +59,15 @@ class EvaluationCheck:
         parts = self._parts
         functions = [function for body in bodies for function in body.functions]
         blocks = [block.module for block in parts.layers.blocks]
-        inputs = HeldInputs(bodies)
         with self._agreed():
-            snapshot = Snapshot(*survey(parts.module, blocks, functions)[:2])
-
-        def undo(refuse: bool = True) -> None:
-            inputs.put_back(refuse)
-            put_state_back(snapshot, refuse=refuse)
-
+            undo = partial(put_state_back, Snapshot(*survey(parts.module, blocks, functions)[:2]))
         with preserved(), generators_kept(), Changed(partial(undo, refuse=False)):
             start = time.perf_counter()
             together = evaluate(bodies)  # first: it learns of the state
             with self._agreed():
                 undo()
             middle = time.perf_counter()
-            apart = []
-            for index in range(NUM_MICRO_BATCHES):
-                apart += evaluate([bodies[index % len(bodies)]])
-                inputs.put_back(refuse=False)  # the next one may be the same
+            apart = [evaluate([bodies[index % len(bodies)]])[0] for index in range(NUM_MICRO_BATCHES)]
             with self._agreed():
                 undo()
             took = f"{time.perf_counter() - middle:.1f} s in stock's order, {middle - start:.1f} s in the schedule's"

@@ -26,11 +26,9 @@ from ds_vertical.engine.assembly import StepParts
 from ds_vertical.engine.module_hooks import suspended_hooks
 from ds_vertical.engine.self_check.evaluation import EvaluationCheck
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
-from ds_vertical.interrupts import Changed
 from ds_vertical.io.openmp_wait import WATCH
 from ds_vertical.model import batch as micro
 from ds_vertical.model.micro_batch import Body
-from ds_vertical.model.state.inputs import HeldInputs, InputHabits
 from ds_vertical.model.state.restart import LearnedCalls, until_known
 from ds_vertical.schedule.passes import build_evaluation
 
@@ -42,7 +40,7 @@ class Evaluations:
         self._parts = parts
         self._first_step = first_step
         self._check = EvaluationCheck(parts)
-        self._calls, self._inputs = LearnedCalls(), InputHabits()
+        self._calls = LearnedCalls()
         self._num_seeded = 0  # evaluations whose micro-batches had seeds
         self._told: set[str] = set()
 
@@ -109,18 +107,14 @@ class Evaluations:
             return parts.runner.evaluate(sweep, some)
 
         def learned(some: Sequence[Body]) -> list[object]:
-            return until_known(partial(run, some), partial(parts.start_over, HeldInputs(some)), calls=calls)
+            return until_known(partial(run, some), parts.start_over, calls=calls)
 
         def check() -> None:
-            parts.start_over(inputs)
+            parts.start_over()
             self._check.run(bodies, most, learned)
 
         self._check.run(bodies, most, learned)
-        inputs = self._inputs.held(bodies)
-        with Changed(self._inputs.forget, only_if_failed=True):
-            results = until_known(partial(run, bodies), check, calls=calls)
-        self._inputs.note(inputs)
-        return results
+        return until_known(partial(run, bodies), check, calls=calls)
 
 
 def _seeds(num_micro_batches: int, number: int) -> Sequence[int]:

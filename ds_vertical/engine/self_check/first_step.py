@@ -28,12 +28,10 @@ from ds_vertical.engine.module_hooks import suspended_hooks
 from ds_vertical.engine.self_check.check import SelfCheck, generators_kept, model_fingerprint
 from ds_vertical.engine.self_check.diagnosis import SelfCheckError
 from ds_vertical.engine.self_check.plain_pass import PlainOrderError
-from ds_vertical.interrupts import Changed
 from ds_vertical.io import host
 from ds_vertical.io.openmp_wait import WATCH
 from ds_vertical.model.batch import own_loss
 from ds_vertical.model.micro_batch import Body
-from ds_vertical.model.state.inputs import HeldInputs
 from ds_vertical.model.thread_state import preserved
 from ds_vertical.schedule.passes import TrainingStep
 
@@ -152,10 +150,10 @@ class FirstStepCheck:
         self._is_done = True
         self.checked_model = None if self._unfollowed or self._saw_single else model
 
-    def run_again(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale], inputs: HeldInputs) -> None:
-        """Before a step over these micro-batches is run again, and learns anew: see [Note: late state]. `inputs`: see
-        `StepParts.start_over`. Collective. Raises as `run` does, and as that does."""
-        self._parts.start_over(inputs)
+    def run_again(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> None:
+        """Before a step over these micro-batches is run again, and learns anew: see [Note: late state]. Collective. Raises as
+        `run` does."""
+        self._parts.start_over()
         if not (self._is_done and self._further.is_due(self.checked_state)):
             return
         model, self.checked_model = self.checked_model, None
@@ -181,12 +179,11 @@ class FirstStepCheck:
     def _check(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> None:
         own = min(len(bodies), NUM_MICRO_BATCHES)  # a single one has no other beside it in the steps either
         count = own if ranks.world_size() == 1 else ranks.largest_of_all_ranks(own)  # torch's order gathers for each of them
+        with preserved(), generators_kept():
+            chosen = [_checked(body) for body in bodies[:own]]
+        chosen += [chosen[0]] * (count - own)
         self._unfollowed = self._saw_single = False
-        with Changed(partial(HeldInputs(bodies[:own]).put_back, refuse=False)):
-            with preserved(), generators_kept():
-                chosen = [_checked(body) for body in bodies[:own]]
-            chosen += [chosen[0]] * (count - own)
-            self._compare([replace(body, seed=index) for index, body in enumerate(chosen)], scale_of(count))
+        self._compare([replace(body, seed=index) for index, body in enumerate(chosen)], scale_of(count))
         may_be_several = self._parts.vertical.order == "vertical" and self._parts.engine.gradient_accumulation_steps() > 1
         self._saw_single = count == 1 and may_be_several
         self.checked_state |= self._parts.state.unsure
