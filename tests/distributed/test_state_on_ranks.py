@@ -82,3 +82,8 @@ def test_first_evaluations_of_unequal_numbers_of_micro_batches_have_torchs_losse
         assert (ours["forwards"], others["forwards"]) == (M + 3, 2 * M + 2)
         wrong = order == "vertical"
         assert (ours["trained"], others["trained"]) == (("SelfCheckError",) * 2 if wrong else ("nothing",) * 2)
+
+
+@pytest.mark.slow
+def test_a_first_step_with_fewer_micro_batches_than_elastic_brings_does_not_end_the_check(tmp_path: Path) -> None:
+    assert on_two_ranks(tmp_path, "shorter first step") == [["nothing", "SelfCheckError"]] * 2

@@ -58,9 +58,10 @@ class EvalCountUp(CountUp):
 
 @contextlib.contextmanager
 def running(
-    folder: Path, build: Callable[[], Any], self_check: bool | None = False, order: str = "vertical"
+    folder: Path, build: Callable[[], Any], self_check: bool | None = False, num_micro_batches: int = M, **section: Any
 ) -> Iterator[tuple[Any, Any]]:
-    config = config_in(folder, params="cpu", optimizer="cpu", section={"self_check": self_check, "order": order})
+    config = config_in(folder, params="cpu", optimizer="cpu", section={"self_check": self_check} | section)
+    config["gradient_accumulation_steps"] = num_micro_batches
     with harness.running(config, build, vertical=True) as made:
         yield made
 
@@ -172,8 +173,22 @@ def first_evaluations(folder: Path) -> dict[str, Any]:
     return found
 
 
+def shorter_first_step(folder: Path) -> list[str]:
+    """Steps of a model that layer-major order gets wrong: of one micro-batch on each rank, then of as many as the JSON has them
+    bring. These are more than `gradient_accumulation_steps`, which is 1."""
+    with running(folder, InANamespace, self_check=None, num_micro_batches=1, elastic={"total": 2 * M}) as (engine, _):
+        steps = batches(1)[0][:1], batches(1)[0]
+        return [told(partial(engine.train_batch, iter(step))).partition(":")[0] for step in steps]
+
+
 def main(folder: str, case: str) -> None:
-    cases = {"late": late, "alone": alone, "evaluations": evaluations, "first evaluations": first_evaluations}
+    cases: dict[str, Callable[[Path], Any]] = {
+        "late": late,
+        "alone": alone,
+        "evaluations": evaluations,
+        "first evaluations": first_evaluations,
+        "shorter first step": shorter_first_step,
+    }
     print(json.dumps(cases[case](Path(folder))))
 
 

@@ -1,8 +1,10 @@
 """The self-check ahead of an engine's first step: whether it runs, and on what.
 
 [Note: single micro-batches] A check of one micro-batch, where the first step has no more, shows nothing of several that take
-turns. The next step that has more is checked, too. Where no step has more (`gradient_accumulation_steps` is 1), a checkpoint
-says that the model was checked in this way only.
+turns. The next step that has more is checked, too, and evaluations of several stay in stock's order until then. A checkpoint
+says that the model was checked in this way only. That is enough for the first step of a run in which no step can have more:
+`gradient_accumulation_steps` is 1, and the JSON has no `elastic`. The number may change between two steps
+(`engine.set_train_batch_size`), so it is read where it counts, and never kept.
 
 [Note: late state] State that begins to change later, or that further code begins to change, is no part of that check. The step
 that shows it starts over. Before it is run again, a further check says whether another order than stock's has stock's values
@@ -37,6 +39,7 @@ from ds_vertical.schedule.passes import TrainingStep
 
 NUM_MICRO_BATCHES: Final = 2
 MOST_FURTHER: Final = 8  # checks for state that has become known of
+ONE_BY_ONE: Final = " one by one"  # in a checkpoint behind the fingerprint of a model: see [Note: single micro-batches]
 
 
 class FurtherChecks:
@@ -89,7 +92,7 @@ class FirstStepCheck:
         self._further = FurtherChecks(parts, "training steps")
         self._is_done = False
         self._unfollowed = False  # the last check could not follow the model
-        self._saw_single = False  # the last check had one micro-batch, and steps may have more
+        self._saw_single = False  # the last check had one micro-batch, in an order in which several take turns
         self._loaded: tuple[str, bool] | None = None  # a model that a checkpoint calls checked, and whether it is this one
 
     @property
@@ -108,7 +111,7 @@ class FirstStepCheck:
         return "until the self-check ahead of a training step has agreed"
 
     def _is_known(self) -> bool:
-        """Whether the checkpoint that was loaded says that this model was checked."""
+        """Whether the checkpoint that was loaded says that this model was checked, with several micro-batches."""
         if self.checked_model is None:
             return False
         if self._loaded is None or self._loaded[0] != self.checked_model:
@@ -116,10 +119,11 @@ class FirstStepCheck:
         return self._loaded[1]
 
     def _fingerprint(self) -> str:
-        """As `model_fingerprint`, see [Note: single micro-batches]."""
-        vertical = self._parts.vertical
-        is_single = vertical.order == "vertical" and self._parts.engine.gradient_accumulation_steps() == 1
-        return model_fingerprint(self._parts.module, vertical) + " one by one" * is_single
+        return model_fingerprint(self._parts.module, self._parts.vertical)
+
+    def _are_single(self) -> bool:
+        """Whether, as things are, no step can have several micro-batches: see [Note: single micro-batches]."""
+        return self._parts.vertical.elastic is None and self._parts.engine.gradient_accumulation_steps() == 1
 
     def learn_state(self) -> None:
         """Let the check run although a checkpoint says that the model was checked: it shows which state the forwards change
@@ -135,20 +139,24 @@ class FirstStepCheck:
         if wanted is False or (self._is_done and not self._has_more(bodies)):
             return
         model = self._fingerprint()
-        if wanted or self._saw_single or self.checked_model != model:
+        enough = (model, model + ONE_BY_ONE) if self._are_single() else (model,)
+        if wanted or self._saw_single or self.checked_model not in enough:
             self._is_done, self.checked_model = False, None  # and stays so where this check fails
             self.checked_state.clear()  # another model's, or another order's
             self._check(bodies, scale_of)
+        else:
+            self._saw_single = self.checked_model != model  # as in the run that saved the checkpoint
         self._note_done(model)
 
     def _has_more(self, bodies: Sequence[Body]) -> bool:
-        """Whether the last check had one micro-batch, and this step has more. Collective where it had one."""
-        return self._saw_single and ranks.largest_of_all_ranks(len(bodies)) > 1
+        """Whether the last check had one micro-batch, and this step has more. Collective where it had one, unless steps have no
+        more."""
+        return self._saw_single and not self._are_single() and ranks.largest_of_all_ranks(len(bodies)) > 1
 
-    def _note_done(self, model: str | None) -> None:
-        """A check is over. A checkpoint says so where it has shown all that it can."""
+    def _note_done(self, model: str) -> None:
+        """A check is over, or not needed. A checkpoint says so where the check could follow the model."""
         self._is_done = True
-        self.checked_model = None if self._unfollowed or self._saw_single else model
+        self.checked_model = None if self._unfollowed else model + ONE_BY_ONE * self._saw_single
 
     def run_again(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> None:
         """Before a step over these micro-batches is run again, and learns anew: see [Note: late state]. Collective. Raises as
@@ -156,11 +164,11 @@ class FirstStepCheck:
         self._parts.start_over()
         if not (self._is_done and self._further.is_due(self.checked_state)):
             return
-        model, self.checked_model = self.checked_model, None
+        self.checked_model = None
         self._is_done = False  # and stays so where this check fails: the next step is checked, too
         self._check(bodies[-NUM_MICRO_BATCHES:], scale_of)  # the last ones: what has begun late goes on in them
         self._further.note_agreed()
-        self._note_done(model)
+        self._note_done(self._fingerprint())
 
     def bytes_taken(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> int | None:
         """The most bytes of the device that forwards and backwards of a step over these micro-batches take, which keep nothing:
@@ -184,8 +192,7 @@ class FirstStepCheck:
         chosen += [chosen[0]] * (count - own)
         self._unfollowed = self._saw_single = False
         self._compare([replace(body, seed=index) for index, body in enumerate(chosen)], scale_of(count))
-        may_be_several = self._parts.vertical.order == "vertical" and self._parts.engine.gradient_accumulation_steps() > 1
-        self._saw_single = count == 1 and may_be_several
+        self._saw_single = count == 1 and self._parts.vertical.order == "vertical"
         self.checked_state |= self._parts.state.unsure
 
     def _compare(self, bodies: list[Body], scale: LossScale) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -273,6 +275,75 @@ def test_a_step_of_one_micro_batch_does_not_end_it(tmp_path: Path, capsys: pytes
         assert num_reads(engine, step) == 1
     said = capsys.readouterr().out
     assert said.count("self_check: 1 micro-batch, ") == 1 and said.count("self_check: 2 micro-batches, ") == 1
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_run_of_single_micro_batches_may_get_several(
+    tmp_path: Path, is_resumed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its checks, and what its checkpoints say, are enough for single ones alone."""
+    step, saves, single = batches(1)[0], tmp_path / "saves", config(tmp_path) | {"gradient_accumulation_steps": 1}
+    if is_resumed:
+        with running(single, InANamespace, vertical=True) as (engine, _):
+            engine.train_batch(iter(step))
+            engine.save_checkpoint(saves)
+    with running(single, InANamespace, vertical=True) as (engine, model):
+        if is_resumed:
+            engine.load_checkpoint(saves)
+        for _ in range(2):
+            engine.train_batch(iter(step))
+            engine.eval_batch(iter(step))
+        engine.save_checkpoint(saves)
+        said = capsys.readouterr().out
+        assert said.count("self_check: 1 micro-batch, ") == 1 and IN_TURN not in said
+        engine.set_train_batch_size(M)
+        before = read_weights(model)
+        assert evaluated(engine, step) == plain(InANamespace, before, step) and num_reads(engine, step) == M
+        with pytest.raises(SelfCheckError, match="horizontal"):
+            engine.train_batch(iter(step))
+        assert not differing(before, read_weights(model))
+    with running(single, InANamespace, vertical=True) as (engine, model):
+        engine.load_checkpoint(saves)
+        engine.set_train_batch_size(M)
+        assert evaluated(engine, step) == plain(InANamespace, read_weights(model), step)
+        with pytest.raises(SelfCheckError, match="horizontal"):
+            engine.train_batch(iter(step))
+    assert capsys.readouterr().out.count(UNTIL_CHECKED) == 2
+
+
+def test_a_check_of_several_is_enough_for_single_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step, saves = batches(1)[0], tmp_path / "saves"
+    for count in (M, 1, M):
+        with running(config(tmp_path) | {"gradient_accumulation_steps": count}, Base, vertical=True) as (engine, _):
+            if saves.exists():
+                engine.load_checkpoint(saves)
+            engine.train_batch(iter(step))
+            engine.save_checkpoint(saves)
+    assert capsys.readouterr().out.count("ds_vertical: self_check: ") == 1
+
+
+def test_a_checkpoint_of_an_older_build_is_checked_once_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its check may have seen one micro-batch only, or have been unable to follow the model."""
+    step, saves = batches(1)[0], tmp_path / "saves"
+    for checks in (1, 1, 0):
+        with running(config(tmp_path), Base, vertical=True) as (engine, model):
+            if saves.exists():
+                engine.load_checkpoint(saves)
+                assert num_reads(engine, step) == (M if checks else 1)
+            engine.train_batch(iter(step))
+            found = capsys.readouterr().out.count("ds_vertical: self_check: ")
+            if not saves.exists():
+                engine.self_check.checked_model = older_fingerprint(model)
+            engine.save_checkpoint(saves)
+        assert found == checks
+
+
+def older_fingerprint(model: torch.nn.Module) -> str:
+    """What builds up to 2026-11-27 wrote into their checkpoints, whatever their check had seen."""
+    told = hashlib.sha256(repr(("vertical", False, 1, torch.__version__)).encode())
+    for path, module in model.named_modules():
+        told.update(f"{path} {inspect.getsource(type(module))}".encode())
+    return told.hexdigest()
 
 
 class TransformedBlock(Block):
