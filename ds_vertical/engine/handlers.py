@@ -309,12 +309,10 @@ class _Evaluation(_Pass):
         self.results: list[Any] = [None] * len(self.micro_batches)
 
     def forward(self, event: Event) -> None:
-        if not self.micro_batches:
-            return
-        if event.layer == SUF:
+        if self.results and event.layer == SUF:
             assert event.micro_batch is not None
             self.results[event.micro_batch] = self.micro_batch(event).finish()
-        else:
+        elif self.results:
             super().forward(event)
 
 
