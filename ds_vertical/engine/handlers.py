@@ -122,7 +122,7 @@ class ScheduleRunner:
         return checking.losses
 
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
-        """One forward-only pass. Returns what each body returned."""
+        """One forward-only pass. Returns what each body returned. Without any it fetches layers with the other ranks alone."""
         replay = self._replay()
         with preserved(), self._stubs() as stubs, self._state_of(schedule, bodies, replay, training=False) as modules:
             micro_batches = self._micro_batches(bodies, ForwardPass(self.layers, stubs, False, modules, schedule.calls))
@@ -309,10 +309,10 @@ class _Evaluation(_Pass):
         self.results: list[Any] = [None] * len(self.micro_batches)
 
     def forward(self, event: Event) -> None:
-        if event.layer == SUF:
+        if self.results and event.layer == SUF:
             assert event.micro_batch is not None
             self.results[event.micro_batch] = self.micro_batch(event).finish()
-        else:
+        elif self.results:
             super().forward(event)
 
 

@@ -31,6 +31,11 @@ METRICS_VARIABLE = "DS_VERTICAL_METRICS"
 STEPS_VARIABLE = "DS_VERTICAL_STEPS"
 
 
+def are_recorded() -> bool:
+    """Whether `ds-vertical ab` wants a record of each step of this process."""
+    return bool(os.environ.get(METRICS_VARIABLE))
+
+
 @dataclass(frozen=True)
 class DeviceUse:
     """What a step has to say of its device. `peak_bytes`: the most that tensors have taken so far of memory of its own (0: it

@@ -26,7 +26,7 @@ from ds_vertical.engine.metrics import DeviceUse, StepRecorder
 from ds_vertical.engine.module_hooks import suspended_hooks
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.run_log import RunLogger, model_config
-from ds_vertical.engine.self_check.evaluation import EvaluationCheck
+from ds_vertical.engine.self_check.evaluation_order import Evaluations
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.engine.zero3.interface import Optimizer
 from ds_vertical.interrupts import Changed
@@ -41,7 +41,7 @@ from ds_vertical.model.state.restart import LearnedCalls, until_known
 from ds_vertical.model.thread_state import ThreadState, applied
 from ds_vertical.planner.run_record import DTYPES
 from ds_vertical.schedule.events import Cell, Schedule
-from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
+from ds_vertical.schedule.passes import TrainingStep, build_training
 from ds_vertical.schedule.trace import Tracer
 
 
@@ -261,15 +261,13 @@ class VerticalLoop(TrainLoop):
         super().__init__(parts.engine, vertical.seed if vertical.seed_micro_batches else None, progress)
         self.call_model = ModelCall(parts.engine)
         self._parts = parts
-        self._check, self._evaluations = check, EvaluationCheck(parts)
+        self._check, self._evaluations = check, Evaluations(parts, check)
         self._tracer, self._full = tracer, DeviceFull(parts)
         self._counts: Counts = OwnCounts(0)  # of the step under way, or of the one before
         self._weights: list[float] | None = None  # likewise: of this rank's losses in the mean; None: all the same
         self.scheduler_steps = 1  # of the learning rate scheduler, for a step that counts
-        self._num_evaluations = 0
         self._calls = LearnedCalls()  # in the step under way, or in the one before
         self._calls_of_windows = LearnedCalls()
-        self._calls_without_training = LearnedCalls()
 
     def run(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
         """One step over the micro-batches; returns their losses. See `step`."""
@@ -439,58 +437,13 @@ class VerticalLoop(TrainLoop):
         return self.evaluate_bodies([self.call_model.body(batch, None, loss_fn) for batch in batches])
 
     def evaluate_bodies(self, bodies: Sequence[Body]) -> list[Any]:
-        """Run forwards without training, each with a seed of its own; returns what each returned."""
-        in_turn = len(bodies) == 1 or self._parts.vertical.order == "horizontal"
-        self._num_evaluations += not in_turn
-        seeds = [None] * len(bodies) if in_turn else _evaluation_seeds(len(bodies), self._num_evaluations)
-        seeded_bodies = [replace(body, seed=seed) for body, seed in zip(bodies, seeds, strict=True)]
-        return self._results(seeded_bodies, self._calls_without_training)
+        """Run forwards without training; returns what each returned. See `Evaluations.run`."""
+        return self._evaluations.run(bodies)
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """The model's outputs for one call, without training."""
         body = Body(partial(self.call_model, *inputs, **kwargs), None, micro.form_of((inputs, kwargs)))
-        return self._results([body], LearnedCalls())[0]
-
-    def _results(self, bodies: list[Body], calls: LearnedCalls) -> list[Any]:
-        """Run forwards without training, layer-major or, with "horizontal", one after the other; returns what each returned.
-        `calls`: of the model by each of them."""
-        parts = self._parts
-        together = [[each] for each in bodies] if parts.vertical.order == "horizontal" else [bodies]
-        with ranks.collective_section("evaluate"):
-            with parts.optimizer.live.agreed("evaluation"):
-                parts.optimizer.flush()
-            with (
-                parts.optimizer.calls.running(),
-                WATCH.watching(),
-                suspended_hooks(parts.engine, parts.layers),
-                parts.optimizer.live.schedule_running(),
-            ):
-                return [result for some in together for result in self._evaluated(some, calls)]
-
-    def _evaluated(self, bodies: list[Body], calls: LearnedCalls) -> list[Any]:
-        parts, window = self._parts, self._parts.vertical.prefetch_layers
-
-        def run(some: Sequence[Body]) -> list[Any]:
-            shape, standing = (parts.layers.num_layers, len(some)), parts.standing_in_evaluation()
-            sweep = build_evaluation(*shape, window=window, calls=calls.number, outside=parts.layers.outside, standing=standing)
-            return parts.runner.evaluate(sweep, some)
-
-        def learned(some: Sequence[Body]) -> list[object]:
-            return until_known(partial(run, some), parts.start_over, calls=calls)
-
-        def check() -> None:
-            parts.start_over()
-            self._evaluations.run(bodies, learned)
-
-        self._evaluations.run(bodies, learned)
-        return until_known(partial(run, bodies), check, calls=calls)
-
-
-def _evaluation_seeds(num_micro_batches: int, number: int) -> Sequence[int | None]:
-    """Forwards that take turns cannot share the caller's random stream: each has its own, another one in each evaluation.
-    What the caller draws afterwards is what it would have drawn. `number`: of such evaluations, this one included."""
-    base, rank = torch.initial_seed(), ranks.rank()
-    return [micro.stream_seed(base, -number, index, rank) for index in range(num_micro_batches)]
+        return self._evaluations.run_one(body)
 
 
 def _log(line: str) -> None:

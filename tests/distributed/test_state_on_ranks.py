@@ -67,3 +67,23 @@ def test_evaluations_of_unequal_numbers_of_micro_batches_are_checked_on_all_rank
             wrong = ("(3, 1)", "(3, 2)") if rank == 0 else ("(1, 2)", "(3, 2)")
             assert told.startswith("SelfCheckError" if counts in wrong else "OtherRankError"), (counts, told)
             assert counter == 0
+
+
+@pytest.mark.slow
+def test_first_evaluations_of_unequal_numbers_of_micro_batches_have_torchs_losses(tmp_path: Path) -> None:
+    """A rank that has run its last one reads the layers with the other, and counts nothing."""
+    first, second = on_two_ranks(tmp_path, "first evaluations")
+    for order in ("vertical", "horizontal"):
+        ours, others = first[order], second[order]
+        assert ours["told"] == ["nothing", "OtherRankError", "OtherRankError", "nothing"], ours
+        assert others["told"] == ["nothing", "ArithmeticError", "ArithmeticError", "nothing"], others
+        # the losses of a pass that has failed are taken back, as all state that is followed
+        assert (ours["right"], others["right"]) == ([M, 0, 1, 1], [1, 0, M - 1, M])
+        assert (ours["forwards"], others["forwards"]) == (M + 3, 2 * M + 2)
+        wrong = order == "vertical"
+        assert (ours["trained"], others["trained"]) == (("SelfCheckError",) * 2 if wrong else ("nothing",) * 2)
+
+
+@pytest.mark.slow
+def test_a_first_step_with_fewer_micro_batches_than_elastic_brings_does_not_end_the_check(tmp_path: Path) -> None:
+    assert on_two_ranks(tmp_path, "shorter first step") == [["nothing", "SelfCheckError"]] * 2

@@ -215,7 +215,7 @@ def test_a_call_between_steps_that_is_cut_everywhere(tmp_path: Path, kind: str, 
 
 def again(engine: Any) -> float:
     """The loss of an evaluation with the random numbers of the engine's first one; those of a cut one are used up."""
-    engine._loop._num_evaluations = 0
+    engine._loop._evaluations._num_seeded = 0
     loss: float = engine.eval_batch(iter(STEPS[0])).item()
     return loss
 

@@ -22,6 +22,7 @@ from cut_kinds import state_of
 from harness import contents, digest, dispose
 from torch import nn
 
+from ds_vertical import interrupts
 from ds_vertical.errors import TornStateError
 
 PACKAGE = str(Path(__import__("ds_vertical").__file__).parent)
@@ -86,7 +87,10 @@ def recorded() -> Iterator[Counter[Site]]:
 
 
 class Cut:
-    """Raises `error()` where a site is passed for the `number`-th time (from 1). `done`: it has."""
+    """Raises `error()` where a site is passed for the `number`-th time (from 1). `done`: it has.
+
+    Where signals wait it comes as a second one does, which does not: the handler that is there then closes all blocks first.
+    """
 
     def __init__(self, site: Site, number: int, error: Callable[[], BaseException] = KeyboardInterrupt) -> None:
         self.site = site
@@ -114,7 +118,10 @@ class Cut:
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
 
-    def _interrupt(self, _: FrameType) -> None:
+    def _interrupt(self, frame: FrameType) -> None:
+        waits = signal.getsignal(signal.SIGINT) is interrupts._hear and interrupts.num_shields() > 0
+        if waits and not interrupts._does_no_harm(frame):
+            interrupts.reset(0)
         raise self._error()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 # run as a script, so this folder is first on the path
 import harness
 import torch
-from stateful import Base, Block, CountUp, M, batches, config_in
+from stateful import Base, Block, CountUp, InANamespace, M, batches, config_in
 
 RANK = int(os.environ["RANK"])
 LARGE = 70_000  # elements: more than are copied in each step
@@ -57,8 +57,11 @@ class EvalCountUp(CountUp):
 
 
 @contextlib.contextmanager
-def running(folder: Path, build: Callable[[], Any], self_check: bool | None = False) -> Iterator[tuple[Any, Any]]:
-    config = config_in(folder, params="cpu", optimizer="cpu", section={"self_check": self_check})
+def running(
+    folder: Path, build: Callable[[], Any], self_check: bool | None = False, num_micro_batches: int = M, **section: Any
+) -> Iterator[tuple[Any, Any]]:
+    config = config_in(folder, params="cpu", optimizer="cpu", section={"self_check": self_check} | section)
+    config["gradient_accumulation_steps"] = num_micro_batches
     with harness.running(config, build, vertical=True) as made:
         yield made
 
@@ -143,8 +146,49 @@ def evaluations(folder: Path) -> dict[str, Any]:
     return said
 
 
+def first_evaluations(folder: Path) -> dict[str, Any]:
+    """Evaluations ahead of any training, of a model that layer-major order gets wrong. Rank 1 has fewer micro-batches than
+    rank 0, then more. In between the loss fails on rank 1 as rank 0 goes on alone, or in the other's last micro-batch."""
+    found: dict[str, Any] = {}
+    for order in ("vertical", "horizontal"):
+        with running(folder, InANamespace, self_check=None, order=order) as (engine, model):
+            plain = InANamespace()
+            plain.load_state_dict(harness.read_weights(model))
+            plain.eval()
+            said, right = [], []
+            for counts, failing in (((M, 1), False), ((M, 1), True), ((1, M), True), ((1, M), False)):
+                step, losses = batches(1)[0][: counts[RANK]], list[float]()
+
+                def loss_fn(loss: torch.Tensor, _: Any, losses: list[float] = losses, last: int = failing * len(step)) -> Any:
+                    losses.append(loss.item())
+                    if RANK == 1 and len(losses) == last:
+                        raise ArithmeticError("no loss")
+                    return loss
+
+                said.append(told(lambda step=step, loss_fn=loss_fn: engine.eval_batch(iter(step), loss_fn)).partition(":")[0])
+                with torch.no_grad():
+                    right.append(losses == [plain(**each).item() for each in step][: len(losses)] and len(losses))
+            found[order] = {"told": said, "right": right, "forwards": model.aside.forwards}
+            found[order]["trained"] = told(lambda: engine.train_batch(iter(batches(1)[0]))).partition(":")[0]
+    return found
+
+
+def shorter_first_step(folder: Path) -> list[str]:
+    """Steps of a model that layer-major order gets wrong: of one micro-batch on each rank, then of as many as the JSON has them
+    bring. These are more than `gradient_accumulation_steps`, which is 1."""
+    with running(folder, InANamespace, self_check=None, num_micro_batches=1, elastic={"total": 2 * M}) as (engine, _):
+        steps = batches(1)[0][:1], batches(1)[0]
+        return [told(partial(engine.train_batch, iter(step))).partition(":")[0] for step in steps]
+
+
 def main(folder: str, case: str) -> None:
-    cases = {"late": late, "alone": alone, "evaluations": evaluations}
+    cases: dict[str, Callable[[Path], Any]] = {
+        "late": late,
+        "alone": alone,
+        "evaluations": evaluations,
+        "first evaluations": first_evaluations,
+        "shorter first step": shorter_first_step,
+    }
     print(json.dumps(cases[case](Path(folder))))
 
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from greenlet import getcurrent
@@ -47,6 +47,8 @@ from ds_vertical.model.thread_state import ThreadState, applied, preserved
 from ds_vertical.offload.grad_accumulator import GradientStore
 from ds_vertical.schedule.passes import TrainingStep, build_training
 from ds_vertical.types import Unit
+
+_VERSION: Final = 2  # of what a check that agrees has shown: 1 may be of a single micro-batch, or of a model not followed
 
 
 @dataclass(frozen=True)
@@ -233,8 +235,10 @@ class _Deaf:
 
 
 def model_fingerprint(model: nn.Module, settings: Any) -> str:
-    """The same for models of the same modules with the same code, under settings that order the arithmetic alike."""
-    told = hashlib.sha256(repr((settings.order, settings.snake, settings.blocks_per_layer, torch.__version__)).encode())
+    """The same for models of the same modules with the same code, under settings that order the arithmetic alike, and for
+    checks that show as much: a checkpoint of an older build is checked once more."""
+    facts = _VERSION, settings.order, settings.snake, settings.blocks_per_layer, torch.__version__
+    told = hashlib.sha256(repr(facts).encode())
     for path, module in model.named_modules():
         told.update(f"{path} {_code_of(type(module))}".encode())
     return told.hexdigest()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from ds_vertical.compat import accelerator
-from ds_vertical.distributed import ranks
 from ds_vertical.engine.assembly import StepParts
 from ds_vertical.engine.self_check.check import generators_kept, put_state_back
 from ds_vertical.engine.self_check.diagnosis import Diagnosis, SelfCheckError
@@ -35,12 +34,12 @@ class EvaluationCheck:
         self._further = FurtherChecks(parts, "evaluations")
         self._checked: set[str] = set()  # paths of state that the last check has seen
 
-    def run(self, bodies: Sequence[Body], evaluate: Evaluate) -> None:
-        """Ahead of an evaluation of these micro-batches, or of its next run where it starts over. Collective. Modules hold
-        afterwards what they held before. Raises SelfCheckError on every rank."""
+    def run(self, bodies: Sequence[Body], most: int, evaluate: Evaluate) -> None:
+        """Ahead of an evaluation of these micro-batches, or of its next run where it starts over. `most`: of the rank that has
+        most of them. Collective. Modules hold afterwards what they held before. Raises SelfCheckError on every rank."""
         if self._parts.vertical.self_check is False:
             return
-        if max(ranks.all_gathered(len(bodies))) < NUM_MICRO_BATCHES or not self._further.is_due(self._checked):
+        if most < NUM_MICRO_BATCHES or not self._further.is_due(self._checked):
             return  # on all ranks
         took, error = self._compared(bodies[:NUM_MICRO_BATCHES], evaluate)
         said = "agree" if error is None else "differ"

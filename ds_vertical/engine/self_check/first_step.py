@@ -1,5 +1,11 @@
 """The self-check ahead of an engine's first step: whether it runs, and on what.
 
+[Note: single micro-batches] A check of one micro-batch, where the first step has no more, shows nothing of several that take
+turns. The next step that has more is checked, too, and evaluations of several stay in stock's order until then. A checkpoint
+says that the model was checked in this way only. That is enough for the first step of a run in which no step can have more:
+`gradient_accumulation_steps` is 1, and the JSON has no `elastic`. The number may change between two steps
+(`engine.set_train_batch_size`), so it is read where it counts, and never kept.
+
 [Note: late state] State that begins to change later, or that further code begins to change, is no part of that check. The step
 that shows it starts over. Before it is run again, a further check says whether another order than stock's has stock's values
 there.
@@ -17,6 +23,7 @@ import torch
 
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
+from ds_vertical.engine import metrics
 from ds_vertical.engine.assembly import StepParts
 from ds_vertical.engine.handlers import LossScale
 from ds_vertical.engine.module_hooks import suspended_hooks
@@ -32,6 +39,7 @@ from ds_vertical.schedule.passes import TrainingStep
 
 NUM_MICRO_BATCHES: Final = 2
 MOST_FURTHER: Final = 8  # checks for state that has become known of
+ONE_BY_ONE: Final = " one by one"  # in a checkpoint behind the fingerprint of a model: see [Note: single micro-batches]
 
 
 class FurtherChecks:
@@ -73,7 +81,8 @@ class FirstStepCheck:
     where state has become known of: see [Note: late state].
 
     `checked_model`: fingerprint of the model that was checked by this engine, or by the one whose checkpoint was loaded; None
-    where neither has checked one. `checked_state`: what these checks have seen of `ForwardState.unsure`.
+    where neither has checked one, or the check could not follow it. `checked_state`: what these checks have seen of
+    `ForwardState.unsure`.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -82,6 +91,39 @@ class FirstStepCheck:
         self._parts = parts
         self._further = FurtherChecks(parts, "training steps")
         self._is_done = False
+        self._unfollowed = False  # the last check could not follow the model
+        self._saw_single = False  # the last check had one micro-batch, in an order in which several take turns
+        self._loaded: tuple[str, bool] | None = None  # a model that a checkpoint calls checked, and whether it is this one
+
+    @property
+    def doubt(self) -> str | None:
+        """What leaves it open whether layer-major order has stock's values for this model, in words that follow "one after the
+        other"; None: a check has agreed, or none is wanted. Costs nothing once it has been asked for."""
+        wanted = self._parts.vertical.self_check
+        if wanted is False or (metrics.are_recorded() and not wanted):  # `ab` compares the losses itself
+            return None
+        if self._is_done and self._unfollowed:
+            return "since the self-check cannot follow this model"
+        if self._is_done and not self._saw_single:
+            return None
+        if not (self._is_done or wanted) and self._is_known():
+            return None
+        return "until the self-check ahead of a training step has agreed"
+
+    def _is_known(self) -> bool:
+        """Whether the checkpoint that was loaded says that this model was checked, with several micro-batches."""
+        if self.checked_model is None:
+            return False
+        if self._loaded is None or self._loaded[0] != self.checked_model:
+            self._loaded = self.checked_model, self.checked_model == self._fingerprint()
+        return self._loaded[1]
+
+    def _fingerprint(self) -> str:
+        return model_fingerprint(self._parts.module, self._parts.vertical)
+
+    def _are_single(self) -> bool:
+        """Whether, as things are, no step can have several micro-batches: see [Note: single micro-batches]."""
+        return self._parts.vertical.elastic is None and self._parts.engine.gradient_accumulation_steps() == 1
 
     def learn_state(self) -> None:
         """Let the check run although a checkpoint says that the model was checked: it shows which state the forwards change
@@ -93,15 +135,28 @@ class FirstStepCheck:
         """Before a step over these micro-batches: see `SelfCheck`. `scale_of`: for a number of micro-batches, what the backward
         of each starts from. Where the check cannot run this model, and nobody has asked for it, a line in the log says so.
         Raises SelfCheckError on every rank."""
-        vertical = self._parts.vertical
-        wanted = vertical.self_check
-        if self._is_done or wanted is False:
+        wanted = self._parts.vertical.self_check
+        if wanted is False or (self._is_done and not self._has_more(bodies)):
             return
-        model = model_fingerprint(self._parts.module, vertical)
-        if wanted or self.checked_model != model:
+        model = self._fingerprint()
+        enough = (model, model + ONE_BY_ONE) if self._are_single() else (model,)
+        if wanted or self._saw_single or self.checked_model not in enough:
+            self._is_done, self.checked_model = False, None  # and stays so where this check fails
             self.checked_state.clear()  # another model's, or another order's
             self._check(bodies, scale_of)
-        self._is_done, self.checked_model = True, model
+        else:
+            self._saw_single = self.checked_model != model  # as in the run that saved the checkpoint
+        self._note_done(model)
+
+    def _has_more(self, bodies: Sequence[Body]) -> bool:
+        """Whether the last check had one micro-batch, and this step has more. Collective where it had one, unless steps have no
+        more."""
+        return self._saw_single and not self._are_single() and ranks.largest_of_all_ranks(len(bodies)) > 1
+
+    def _note_done(self, model: str) -> None:
+        """A check is over, or not needed. A checkpoint says so where the check could follow the model."""
+        self._is_done = True
+        self.checked_model = None if self._unfollowed else model + ONE_BY_ONE * self._saw_single
 
     def run_again(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> None:
         """Before a step over these micro-batches is run again, and learns anew: see [Note: late state]. Collective. Raises as
@@ -109,11 +164,11 @@ class FirstStepCheck:
         self._parts.start_over()
         if not (self._is_done and self._further.is_due(self.checked_state)):
             return
-        model, self.checked_model = self.checked_model, None
+        self.checked_model = None
         self._is_done = False  # and stays so where this check fails: the next step is checked, too
         self._check(bodies[-NUM_MICRO_BATCHES:], scale_of)  # the last ones: what has begun late goes on in them
         self._further.note_agreed()
-        self._is_done, self.checked_model = True, model
+        self._note_done(self._fingerprint())
 
     def bytes_taken(self, bodies: Sequence[Body], scale_of: Callable[[float], LossScale]) -> int | None:
         """The most bytes of the device that forwards and backwards of a step over these micro-batches take, which keep nothing:
@@ -135,7 +190,9 @@ class FirstStepCheck:
         with preserved(), generators_kept():
             chosen = [_checked(body) for body in bodies[:own]]
         chosen += [chosen[0]] * (count - own)
+        self._unfollowed = self._saw_single = False
         self._compare([replace(body, seed=index) for index, body in enumerate(chosen)], scale_of(count))
+        self._saw_single = count == 1 and self._parts.vertical.order == "vertical"
         self.checked_state |= self._parts.state.unsure
 
     def _compare(self, bodies: list[Body], scale: LossScale) -> None:
@@ -154,6 +211,7 @@ class FirstStepCheck:
             except PlainOrderError as failure:  # nothing is known to be wrong, and there is nothing to compare with
                 if vertical.self_check:
                     raise SelfCheckError(f"{failure}; nothing has been trained") from failure
+                self._unfollowed = True
                 line, error = f"warning: trained without the check, which cannot follow this model. {failure}", None
         host.trim()  # what whole graphs took is not the steps' memory
         parts.state.forget()

@@ -30,7 +30,9 @@ before would have left it. If the prefix changes it then, the prefix is one of t
 is thrown away.
 
 [Note: one after the other] With a single micro-batch, or in stock's order ("horizontal"), each forward is over before the next
-one begins. Then modules hold what they hold, and only the recompute of a block needs to know what the block found.
+one begins. Then modules hold what they hold, and only the recompute of a block needs to know what the block found. In an
+evaluation nothing is computed again. There what a forward changes is noted, so that an error can put it back, and no change
+lets it start over, or is refused since there is no copy.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ class ForwardState:
         not count, everything holds what it held before. The block explains its errors (`StepState.explained`), and raises
         StateMissed, for the step to start over, on all ranks or on none.
         """
-        kind = _shape_of(self.model), tuple(getattr(each, "__code__", id(each)) for each in functions)
+        in_turn = self.in_turn or len(seeds) == 1  # which shows less than forwards that take turns
+        kind = _shape_of(self.model), tuple(getattr(each, "__code__", id(each)) for each in functions), in_turn
         wanted = {(kind, form) for form in forms} - self._known
         blocks = [block.module for block in self._layers.blocks]
         with without_collection():
@@ -113,10 +116,11 @@ class ForwardState:
         self._keep(snapshot)
         self.learned.reached = reached
         decided = self._num_decided()
-        learns, in_turn = bool(wanted) and self.learned.handled, self.in_turn or len(seeds) == 1
+        learns = bool(wanted) and self.learned.handled
         tracked = TrackedState(self.learned, snapshot, learns, seeds, in_turn)
         step = StepState(self.learned, self.model, self._layers, tracked, seeds, self.snake and training)
         step.counts = lambda: self._num_decided() != decided
+        step.is_stocks = in_turn and not training and all(seed is None for seed in seeds)
         modules = {id(module): path for path, module in self.model.named_modules()} if self.learned.handled else {}
         with AttributeWatch(tracked, modules, self._layers).watching(), Changed(step.finish):
             try:

@@ -130,7 +130,8 @@ class StepState:
 
     `learns`: all state is compared behind every part of each forward. `seeds`: of each micro-batch's random numbers. `snake`:
     every second layer takes the micro-batches last first. `over` is set once the schedule has run without an error. `counts`
-    says whether the step counts by now; whoever opens the step sets it.
+    says whether the step counts by now; `is_stocks`: it is an evaluation in which each forward finds all as in stock's order.
+    Whoever opens the step sets these two.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class StepState:
     ) -> None:
         self.over = False
         self.counts: Callable[[], bool] = lambda: False
+        self.is_stocks = False
         self._learned = learned
         self._layers = layers
         self.tracked = tracked
@@ -166,7 +168,8 @@ class StepState:
             return error
         try:
             self.refuse_lost()
-            self._blame_state()
+            if not self.is_stocks:
+                self._blame_state()
         except LayerError as instead:
             instead.__cause__ = error
             return instead
@@ -223,8 +226,9 @@ class StepState:
         looks = self._learns or (near is None and (layer is not None or is_outermost))
         is_last = layer is None and len(self._ended) == len(self._seeds) - 1
         waits = self._learns or layer is None  # for a device's answers: at the end of the first forward and of the last
-        found = self.tracked.find(None, whole=is_last, waits=waits) if self._learned.handled and looks else []
-        if found and not self._learns:
+        looks, refuse = looks and self._learned.handled, not self.is_stocks
+        found = self.tracked.find(None, refuse=refuse, whole=is_last, waits=waits) if looks else []
+        if found and not (self._learns or self.is_stocks):
             raise StateMissed(found[0].item.path)  # which part has changed it the next run shows
         if self._tracks:
             self._look_at_tracks(found, near, micro_batch, layer)
@@ -279,6 +283,8 @@ class StepState:
     def _end(self, micro_batch: int) -> None:
         """A forward is over: what it has shown of items must be what others began with."""
         self._ended.add(micro_batch)
+        if self.is_stocks:
+            return
         for item, state in self.tracked.unused if self._learned.handled and not self._learns else ():
             if not item.same(item.capture(), state):
                 raise StateMissed(item.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from trl_data import adapter
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.integrations import eval_windows
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
+from ds_vertical.engine.self_check.diagnosis import SelfCheckError
 from ds_vertical.engine.train_loop import seeded
 from ds_vertical.errors import ConfigError, LayerError, LoopError
 from ds_vertical.model.batch import stream_seed
@@ -297,6 +299,34 @@ def test_an_evaluation_reads_each_layer_once_for_each_window(tmp_path: Path, los
 
     run_arm(tmp_path, vertical=True, train=train)
     assert fetched.count(1) == 2
+
+
+def with_a_namespace() -> Any:
+    """A Llama whose layers read what the model's forward has put into an object that nobody looks after."""
+    model, aside = tiny_llama(), argparse.Namespace(scale=1.0)
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: setattr(aside, "scale", 1 + kwargs["input_ids"].float().mean().item() / 512), with_kwargs=True
+    )
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args: (args[0] * aside.scale, *args[1:]))
+    return model
+
+
+@pytest.mark.slow
+def test_an_evaluation_ahead_of_the_first_step_is_stocks_whatever_the_model_keeps(tmp_path: Path) -> None:
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        from transformers import Trainer
+
+        args = arguments_for(folder, config, max_steps=1, eval_on_start=True)
+        given = {"train_dataset": token_rows(22), "eval_dataset": token_rows(10, seed=2), "callbacks": [recorder(seen)]}
+        trainer = Trainer(model=with_a_namespace(), args=args, **given)
+        is_stock = "vertical_schedule" not in config
+        with nullcontext() if is_stock else pytest.raises(SelfCheckError, match="horizontal"):
+            trainer.train()
+        return trainer
+
+    stock, vertical = both(tmp_path, train, dtype="fp32", section={"self_check": None}, params="cpu")
+    assert stock.logs[0] == vertical.logs[0] and "eval_loss" in stock.logs[0]
 
 
 @pytest.mark.slow
