@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import gc
 import os
 import shutil
 import signal
@@ -333,6 +334,7 @@ class Trials:
             self.wrong.append(f"{cut}: weights, masters or moments after step {self._engine.global_steps} differ")
 
     def _start(self) -> None:
+        gc.collect()  # of the engine before, whose `__del__` passes sites of the package, and might take a later cut
         self._made += 1
         self._engine, self._model = self._make(self._folder / str(self._made))
 
