@@ -33,7 +33,7 @@ from ds_vertical.model.state.restart import LearnedCalls, until_known
 from ds_vertical.schedule.passes import build_evaluation
 
 
-class Evaluations:
+class EvaluationPasses:
     """Those of one engine. `first_step`: knows whether its model has been checked."""
 
     def __init__(self, parts: StepParts, first_step: FirstStepCheck) -> None:
