@@ -26,7 +26,7 @@ from ds_vertical.engine.metrics import DeviceUse, StepRecorder
 from ds_vertical.engine.module_hooks import suspended_hooks
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.run_log import RunLogger, model_config
-from ds_vertical.engine.self_check.evaluation_order import Evaluations
+from ds_vertical.engine.self_check.evaluation_order import EvaluationPasses
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.engine.zero3.interface import Optimizer
 from ds_vertical.interrupts import Changed
@@ -261,7 +261,7 @@ class VerticalLoop(TrainLoop):
         super().__init__(parts.engine, vertical.seed if vertical.seed_micro_batches else None, progress)
         self.call_model = ModelCall(parts.engine)
         self._parts = parts
-        self._check, self._evaluations = check, Evaluations(parts, check)
+        self._check, self._evaluations = check, EvaluationPasses(parts, check)
         self._tracer, self._full = tracer, DeviceFull(parts)
         self._counts: Counts = OwnCounts(0)  # of the step under way, or of the one before
         self._weights: list[float] | None = None  # likewise: of this rank's losses in the mean; None: all the same
@@ -437,7 +437,7 @@ class VerticalLoop(TrainLoop):
         return self.evaluate_bodies([self.call_model.body(batch, None, loss_fn) for batch in batches])
 
     def evaluate_bodies(self, bodies: Sequence[Body]) -> list[Any]:
-        """Run forwards without training; returns what each returned. See `Evaluations.run`."""
+        """Run forwards without training; returns what each returned. See `EvaluationPasses.run`."""
         return self._evaluations.run(bodies)
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:

@@ -33,7 +33,7 @@ from ds_vertical.model.state.restart import LearnedCalls, until_known
 from ds_vertical.schedule.passes import build_evaluation
 
 
-class Evaluations:
+class EvaluationPasses:
     """Those of one engine. `first_step`: knows whether its model has been checked."""
 
     def __init__(self, parts: StepParts, first_step: FirstStepCheck) -> None:
@@ -83,7 +83,7 @@ class Evaluations:
             )
         return in_turn, most
 
-    def _passes(self, rounds: Sequence[Sequence[Body]], most: int, calls: LearnedCalls) -> list[Any]:
+    def _passes(self, rounds: Sequence[Sequence[Body]], most: int, calls: LearnedCalls) -> list[object]:
         """One pass for the forwards of each round; what each returned. `most`: of the rank that has most in a round. `calls`:
         of the model by each forward."""
         parts = self._parts
@@ -97,10 +97,10 @@ class Evaluations:
         ):
             return [result for bodies in rounds for result in self._evaluated(bodies, most, calls)]
 
-    def _evaluated(self, bodies: Sequence[Body], most: int, calls: LearnedCalls) -> list[Any]:
+    def _evaluated(self, bodies: Sequence[Body], most: int, calls: LearnedCalls) -> list[object]:
         parts, window = self._parts, self._parts.vertical.prefetch_layers
 
-        def run(some: Sequence[Body]) -> list[Any]:
+        def run(some: Sequence[Body]) -> list[object]:
             shape = parts.layers.num_layers, max(1, len(some))  # see [Note: ranks with fewer]
             outside, standing = parts.layers.outside, parts.standing_in_evaluation()
             sweep = build_evaluation(*shape, window=window, calls=calls.number, outside=outside, standing=standing)
