@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 # run as a script, so this folder is first on the path
@@ -31,13 +32,16 @@ def main(file: str, name: str, dtype: str) -> None:
 
     import ds_vertical
 
+    build = partial(build_model, name, planned_runs.fields_of(name), lambda config: None, dtype=DTYPES[dtype])
+    with torch.device("meta"):
+        build()  # what this imports is none of zero.Init's bytes
     prepared = ds_vertical.prepare(json.loads(Path(file).read_text()))
     locked = status("VmLck")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident
     found = {"baseline": host.resident_bytes()}
     with deepspeed.zero.Init(config_dict_or_path=prepared):
         found["locked"] = 1024 * (status("VmLck") - locked)
-        model = build_model(name, planned_runs.fields_of(name), lambda config: None, dtype=DTYPES[dtype])
+        model = build()
     found["peak"] = 1024 * status("VmHWM")
     host_room(model.parameters(), None)
     found["left"] = 1024 * (status("VmLck") - locked)
