@@ -63,16 +63,16 @@ def seconds(record: dict[str, Any], arm: str) -> list[float]:
 
 
 def test_each_ratio_is_that_of_the_medians_of_its_record() -> None:
-    shown, known = rows(8, "not met"), records()
+    shown, known = rows(8, r"\bmet\b"), records()
     assert sorted(cells[0] for cells in shown) == sorted(known) and len(shown) == len(RECORDS)
-    for number, copies, over, tokens, ratio, turns, asked, _ in shown:
+    for number, copies, over, tokens, ratio, turns, asked, said in shown:
         acco, other, record = ARMS[copies], ARMS[over], known[number]
         assert set(record["arms"]) == {acco, other} and record["tokens"] == int(tokens)
         medians = [median(seconds(record, arm)) for arm in (other, acco)]
         single = [a / b for a, b in zip(seconds(record, other), seconds(record, acco), strict=True)]
         assert ratio == f"{medians[0] / medians[1]:.3f}"
         assert turns == f"{min(single):.2f} to {max(single):.2f}"
-        assert float(ratio) < float(asked)
+        assert said.startswith("met") == (float(ratio) >= float(asked))
 
 
 def test_each_row_of_the_records_table_has_their_numbers() -> None:
