@@ -24,7 +24,7 @@ MAX_GROWTH = 8 * MIB  # of the resident set between the warm-up and the end; a g
 
 @dataclass(frozen=True)
 class Held:
-    """What the process and its run's folder hold. No number may grow; threads may get fewer, as those of an earlier test end."""
+    """What the process and its run's folder hold. No number may grow. Threads of an earlier test may end."""
 
     descriptors: int
     threads: int
