@@ -19,8 +19,8 @@ The links and the model's pieces are measured ahead of the arms' steps and behin
 processors other machines share is not as fast at each moment.
 
 `--slow nodeB:25`, or `--slow B:25`, gives nodeB a quarter of its half of the cores; the other host then has its half and no
-more. With `uneven` and the arms of acco 16 micro-batches of 128 tokens are the default. With `uneven` the first 3 steps of each
-arm do not count: so long the ranks settle how many each of them takes. The benchmark needs root. Nothing else may
+more. With the arms of uneven and acco 16 micro-batches of 128 tokens are the default. With those of uneven the first 3 steps of
+each arm do not count: so long the ranks settle how many each of them takes. The benchmark needs root. Nothing else may
 run on the machine. All arms are in memory at a time: name two at a time of those whose state rests there.
 """
 
@@ -124,7 +124,11 @@ ARMS: Final[dict[str, Callable[[Config, Config, int], Config]]] = {
     "exact_levels": lambda vertical, stock, ranks: _over_levels(_exact(vertical), ranks),  # beside "acco_node"
     "acco": lambda vertical, stock, ranks: _in_halves(vertical, "rank"),
     "acco_node": lambda vertical, stock, ranks: _over_levels(_in_halves(vertical, "node"), ranks),
+    "exact_uneven": lambda vertical, stock, ranks: _elastic(_exact(vertical)),  # beside "acco_uneven" and "acco_node_uneven"
     "acco_uneven": lambda vertical, stock, ranks: _elastic(_in_halves(vertical, "rank"), min_micro_batches=2),
+    "acco_node_uneven": lambda vertical, stock, ranks: _over_levels(
+        _elastic(_in_halves(vertical, "node"), min_micro_batches=2), ranks
+    ),
     "stock_zero1": lambda vertical, stock, ranks: _zero_1(stock),
     "stock": lambda vertical, stock, ranks: _stock_on_cpu(stock),
     "stock_hpz": lambda vertical, stock, ranks: _over_levels(_stock_on_cpu(stock), ranks),
@@ -358,7 +362,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             arms[name].wait_ready()
             print(f"{name}: ready", flush=True)
         conditions = [Conditions.now(hosts, options)]  # beside the waiting arms, as steps are
-        first_steps = SETTLING if "uneven" in options.arms else 1
+        first_steps = SETTLING if any("uneven" in name for name in options.arms) else 1
         taken = measure(arms, options.steps, first_steps)
         conditions.append(Conditions.now(hosts, options))
     num_samples = len(NAMES) * options.ranks_per_node * options.micro_batches
@@ -423,7 +427,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="on the SSD, for all files of the run (default: that for temporary files)")
     parser.add_argument("--json", type=Path, help="write the result there")
     options = parser.parse_args(argv)
-    longer = bool({"uneven", "acco", "acco_node", "acco_uneven"} & set(options.arms))
+    longer = any("uneven" in name or "acco" in name for name in options.arms)
     options.micro_batches = options.micro_batches or (16 if longer else 4)
     options.tokens = options.tokens or (128 if longer else 8)
     return options
