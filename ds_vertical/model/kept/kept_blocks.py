@@ -71,18 +71,18 @@ class KeptBlocks:
     @contextlib.contextmanager
     def keeping(self, block: int, call: BlockCall) -> Iterator[Keeping | None]:
         """Within the block its forward runs; afterwards `Keeping.finish` and `settle` are due."""
+        members = self._kinds.members(block, self._blocks[block])
         kind = self._kinds.of(block, self._blocks[block], call, self._compiled[block])
-        params = list(self._blocks[block].module.parameters())
         match kind.policy:
             case "none":
                 yield None
             case "everything":
-                slots = Slots(params, call.args)
+                slots = Slots(members.params, call.args)
                 with entered(saved_tensors_hooks(slots.pack, unpack)):
                     yield Keeping(KeptCall(kind, slots=slots))
             case "free" | "products":
                 if kind.plan is None:
-                    recording = Recording([*call.args, *params, *self._blocks[block].module.buffers()])
+                    recording = Recording([*call.args, *members.params, *self._blocks[block].module.buffers()])
                     with entered(saved_tensors_hooks(recording.pack, unpack), recording):
                         yield Keeping(KeptCall(kind), recording)
                 elif kind.policy == "products":

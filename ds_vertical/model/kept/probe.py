@@ -26,6 +26,7 @@ from ds_vertical.model.block_call import BlockGraph, leaf_of, requires_grad
 from ds_vertical.model.kept.block_backward import InputGradients
 from ds_vertical.model.kept.kept_blocks import Again, Mode
 from ds_vertical.model.kept.kinds import obstacle
+from ds_vertical.model.kept.members import Members
 from ds_vertical.model.kept.recording import CallPlan, Recording
 from ds_vertical.model.kept.replay import OperationsDiffer, Replay, Results
 from ds_vertical.model.kept.slots import VIEW_LEFT, Slots, unpack
@@ -220,7 +221,7 @@ class Probe:
 
     def _ways(self, call: _Call, compiled: bool, reasons: list[str]) -> list[_Way]:
         """See `_Call.ways`."""
-        why = obstacle(call.block.module, "products", compiled)
+        why = obstacle(Members(call.block.module), "products", compiled)
         ways: list[_Way] = []
         if why is None:
             try:
@@ -234,7 +235,7 @@ class Probe:
     @staticmethod
     def _saved_bytes(call: _Call, compiled: bool, reasons: list[str]) -> int | None:
         """See `_Call.saved_bytes`."""
-        why = obstacle(call.block.module, "everything", compiled)
+        why = obstacle(Members(call.block.module), "everything", compiled)
         if why is None:
             try:
                 found = call.saved_bytes()
