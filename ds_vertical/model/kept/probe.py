@@ -98,6 +98,11 @@ class _Call:
         """The block's, in order."""
         return list(self.block.module.parameters())
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The block's, itself the first."""
+        return list(self.block.module.modules())
+
     def timed(self, within: Mode) -> float:
         """Seconds of a recompute within a context."""
         self.synchronize()
@@ -122,7 +127,8 @@ class _Call:
         """How "free" and "products", and parts of the latter with so many each, leave out operations; and why there is no
         way."""
         recording = Recording([*self.inputs, *self.params, *self.block.module.buffers()])
-        with self.again(entered(saved_tensors_hooks(recording.pack, unpack), recording)) as graph:
+        hooks = saved_tensors_hooks(recording.pack, unpack)
+        with recording.watching(self.modules), self.again(entered(hooks, recording)) as graph:
             recording.finish(graph.outputs, ())
             leaves = _ends(graph, keep_graph=False)
             free, reason = recording.plan("free", leaves)
@@ -205,7 +211,7 @@ class Probe:
                 hooked.append(call.timed(call.slots()[1]))
             for name, way in [(name, way) for name, way in ways.items() if with_parts or way.outputs is None]:
                 try:
-                    replayed[name].append(call.timed(Replay(way.plan, way.results, poison=False)))
+                    replayed[name].append(call.timed(Replay(way.plan, way.results, False, call.modules)))
                 except _UNKNOWN as error:
                     reasons.append(f'"{name}": {str(error) or "it does not run the same operations each time"}')
                     del ways[name]
