@@ -77,7 +77,7 @@ class KeptBlocks:
             case "none":
                 yield None
             case "everything":
-                slots = Slots(members.params, call.args)
+                slots = Slots(members.params, call.args, members.places)
                 with entered(saved_tensors_hooks(slots.pack, unpack)):
                     yield Keeping(KeptCall(kind, slots=slots))
             case "free" | "products":

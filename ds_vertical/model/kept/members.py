@@ -8,6 +8,7 @@ from operator import is_
 from torch import nn
 
 from ds_vertical.model.compiled_blocks import is_compiled
+from ds_vertical.model.kept.slots import places_of
 from ds_vertical.model.state.containers import is_internal
 
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -17,11 +18,13 @@ _PARAM_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 class Members:
     """The modules of a block, itself the first, and its parameters, in torch's order. Torch finds them by a walk that takes as
-    long as some kernels; whether they are still the same shows in less."""
+    long as some kernels; whether they are still the same shows in less. `places`: see
+    `slots.places_of`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = list(module.modules())
         self.params = list(module.parameters())
+        self.places = places_of(self.params)
         self._named = list(self._now())
 
     def are_current(self) -> bool:
@@ -59,9 +62,11 @@ class Members:
     @property
     def has_backward_hooks(self) -> bool:
         """Whether users' hooks run in a module's backward: its modules' and its parameters'."""
-        return any(_has_users(module, _BACKWARD_HOOKS) for module in self.modules) or any(
-            _has_users(param, _PARAM_HOOKS) for param in self.params
-        )
+        modules = [each for each in self.modules if each._backward_hooks or each._backward_pre_hooks]
+        if any(_has_users(module, _BACKWARD_HOOKS) for module in modules):
+            return True
+        params = [each for each in self.params if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None)]
+        return any(_has_users(param, _PARAM_HOOKS) for param in params)
 
 
 def _has_users(owner: object, names: Sequence[str]) -> bool:

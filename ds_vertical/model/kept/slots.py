@@ -19,7 +19,7 @@ saved has that tensor's count in a tensor without elements (`_count_of`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from time import sleep
@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from ds_vertical.errors import LayerError
-from ds_vertical.model.tensor_refs import is_over, key_of, num_over
+from ds_vertical.model.tensor_refs import key_of, num_over
 
 VIEW_LEFT = "its forward leaves a view of a parameter's memory behind, other than as a saved tensor"
 _MOST_LOOKS, _BETWEEN_LOOKS_S = 10, 0.001  # for views that go again
@@ -153,14 +153,15 @@ class KeptStorage:
     @property
     def is_private(self) -> bool:
         """Whether nothing but the views lies over the storage, so that its memory may go. See [Note: slots]."""
-        return is_over(self.storage, len(self.views))
+        return num_over(self.storage) <= len(self.views)
 
     @property
     def is_mostly_kept(self) -> bool:
         """Whether the views reach most of the storage; parts that two views of other layouts reach count twice."""
         least = _LEAST_COVERED * self.num_bytes
-        if any(view.nbytes >= least and 0 not in view.stride() for view in self.views):
-            return True
+        for view in self.views:
+            if view.nbytes >= least and 0 not in view.stride():
+                return True
         return sum(layout.num_bytes for layout in set(map(Layout.of, self.views))) >= least
 
     def keep_views_alone(self) -> None:
@@ -171,7 +172,7 @@ class KeptStorage:
             layout = Layout.of(view)
             if layout not in copies:
                 copy = view.clone(memory_format=torch.contiguous_format)  # of a contiguous view, too
-                copies[layout] = KeptStorage(copy.untyped_storage())
+                copies[layout] = KeptStorage(copy.untyped_storage(), views=[copy])
             self.alone[id(view)] = layout, copies[layout]
         for view in self.views:
             view.data = _nothing_on(view.device)
@@ -195,9 +196,10 @@ class KeptStorage:
             self.require()
             return view
         layout, kept = self.alone[id(view)]
+        kept.require()
+        (dense,) = kept.views
         lead = layout.offset % (_ALIGNED_BYTES // layout.dtype.itemsize)
-        dense = Layout(layout.size, _contiguous(layout.size), 0, layout.dtype).over(kept.resident)
-        room = torch.empty(lead + layout.extent, dtype=layout.dtype, device=kept.storage.device)
+        room = torch.empty(lead + layout.extent, dtype=layout.dtype, device=dense.device)
         return room.as_strided(layout.size, layout.stride, lead).copy_(dense)
 
     @property
@@ -206,8 +208,14 @@ class KeptStorage:
         return [self] if self.alone is None else list(dict.fromkeys(kept for _, kept in self.alone.values()))
 
 
-def _contiguous(size: torch.Size) -> tuple[int, ...]:
-    return torch.empty(size, device="meta").stride()
+def places_of(params: Sequence[nn.Parameter]) -> dict[int, int]:
+    """The places of the plain ones among parameters, by their ids."""
+    return {id(param): place for place, param in enumerate(params) if is_plain(param)}
+
+
+def _extent_of(tensor: torch.Tensor) -> int:
+    """See `Layout.extent`."""
+    return tensor.numel() if tensor.is_contiguous() else Layout.of(tensor).extent
 
 
 @dataclass(eq=False, slots=True)
@@ -256,32 +264,24 @@ SavedSlot = BaseSlot | OwnSlot | AliasSlot
 
 class Slots:
     """Makes the slots of one block call. `params`: the block's, and `inputs`: what it was given; both keep their order.
+    `places`: see `places_of`, where they are known.
 
     `own`: the storages of everything else, by key; each is held, so that no other takes its key. `made`: all slots.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], inputs: Sequence[object]) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], inputs: Sequence[object], places: Mapping[int, int] | None = None
+    ) -> None:
         self.own: dict[int, KeptStorage] = {}
         self.made: list[SavedSlot] = []
         self._params = params
-        self._places: dict[int, int] = {}  # of parameters, by their ids
-        self._num_over: dict[int, int] = {}  # tensors over each parameter's memory, by its key
-        self._bases: dict[int, list[tuple[Sequence[object], int]]] = {}  # a buffer may hold several parameters
-        for bases in (params, inputs):  # a parameter that is given as an argument is a parameter
-            for index, base in enumerate(bases):
-                if not isinstance(base, torch.Tensor):
-                    continue
-                plain = is_plain(base)
-                if not plain and bases is inputs:
-                    continue
-                storage = base.untyped_storage()
-                key = key_of(storage)
-                if bases is params:
-                    self._num_over[key] = num_over(storage)
-                if plain:
-                    self._bases.setdefault(key, []).append((bases, index))
-                if plain and bases is params:
-                    self._places[id(base)] = index
+        self._places = places_of(params) if places is None else places
+        self._num_over = self._counted()
+        self._bases: dict[int, list[tuple[Sequence[object], int]]] = {}  # the inputs, by key; parameters once they are asked
+        for index, base in enumerate(inputs):
+            if isinstance(base, torch.Tensor) and is_plain(base):
+                self._bases.setdefault(key_of(base.untyped_storage()), []).append((inputs, index))
+        self._unlisted = dict.fromkeys(self._num_over)  # keys whose parameters are not among the bases yet
 
     def pack(self, tensor: torch.Tensor) -> SavedSlot:
         """The slot of a tensor that autograd is about to save."""
@@ -300,7 +300,9 @@ class Slots:
         if not is_plain(tensor):
             return AliasSlot(tensor.detach(), tensor._version)
         storage = tensor.untyped_storage()
-        key = key_of(storage)
+        key = storage._cdata
+        if key in self._unlisted:
+            self._list_params(key)
         if key in self._bases and (slot := self._base_slot(tensor, key)) is not None:
             return slot
         kept = self.own.get(key)
@@ -310,20 +312,25 @@ class Slots:
         kept.views.append(view)
         return OwnSlot(kept, view, tensor._version)
 
+    def _list_params(self, key: int) -> None:
+        """Take the parameters over a storage among the bases; a buffer may hold several."""
+        del self._unlisted[key]
+        plain = [place for place in self._places.values() if key_of(self._params[place].untyped_storage()) == key]
+        # a parameter that is given as an argument is a parameter
+        self._bases[key] = [*((self._params, place) for place in plain), *self._bases.get(key, ())]
+
     def _base_slot(self, tensor: torch.Tensor, key: int) -> BaseSlot | None:
         """The slot of a view that lies within a parameter or an input; None where there is none."""
-        layout = Layout.of(tensor)
+        start, extent = int(tensor.storage_offset()), _extent_of(tensor)
         for bases, index in self._bases[key]:
             base = bases[index]
             assert isinstance(base, torch.Tensor)
-            own = Layout.of(base)
-            is_within = own.offset <= layout.offset and layout.offset + layout.extent <= own.offset + own.extent
-            if own.dtype == layout.dtype and is_within:
+            first = int(base.storage_offset())
+            if base.dtype == tensor.dtype and first <= start and start + extent <= first + _extent_of(base):
                 # an input that a slot held would have one more holder than may be when it moves
                 shares = bases is self._params and tensor._base is base
                 count = base if shares else _count_of(tensor)
-                offset = layout.offset - own.offset
-                return BaseSlot(bases, index, layout.size, layout.stride, offset, count, tensor._version)
+                return BaseSlot(bases, index, tensor.size(), tensor.stride(), start - first, count, tensor._version)
         return None
 
     def sees_all(self) -> bool:
