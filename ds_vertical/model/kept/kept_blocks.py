@@ -71,19 +71,19 @@ class KeptBlocks:
     @contextlib.contextmanager
     def keeping(self, block: int, call: BlockCall) -> Iterator[Keeping | None]:
         """Within the block its forward runs; afterwards `Keeping.finish` and `settle` are due."""
+        members = self._kinds.members(block, self._blocks[block])
         kind = self._kinds.of(block, self._blocks[block], call, self._compiled[block])
-        params = list(self._blocks[block].module.parameters())
         match kind.policy:
             case "none":
                 yield None
             case "everything":
-                slots = Slots(params, call.args)
+                slots = Slots(members.params, call.args, members.places)
                 with entered(saved_tensors_hooks(slots.pack, unpack)):
                     yield Keeping(KeptCall(kind, slots=slots))
             case "free" | "products":
                 if kind.plan is None:
-                    recording = Recording([*call.args, *params, *self._blocks[block].module.buffers()])
-                    with entered(saved_tensors_hooks(recording.pack, unpack), recording):
+                    recording = Recording([*call.args, *members.params, *self._blocks[block].module.buffers()])
+                    with recording.watching(members.modules), entered(saved_tensors_hooks(recording.pack, unpack), recording):
                         yield Keeping(KeptCall(kind), recording)
                 elif kind.policy == "products":
                     grab = Grab(kind.plan)
@@ -131,7 +131,7 @@ class KeptBlocks:
         if not kept.kind.is_tried or kept.shown:
             return self._try(block, kept, grads, waiting, again)
         try:
-            with self._graph(kept, again, poison=False) as graph:
+            with self._graph(block, kept, again, poison=False) as graph:
                 return run_backward(graph, grads, waiting)
         except OperationsDiffer:
             self._kinds.separate(block, kept.kind, self._blocks[block])
@@ -148,13 +148,13 @@ class KeptBlocks:
         return False
 
     @contextlib.contextmanager
-    def _graph(self, kept: KeptCall, again: Again, poison: bool) -> Iterator[BlockGraph]:
+    def _graph(self, block: int, kept: KeptCall, again: Again, poison: bool) -> Iterator[BlockGraph]:
         """The block's graph with all values that a backward reads, made of what was kept. Raises OperationsDiffer."""
         if kept.slots is not None:
             yield kept.take_graph()
             return
         assert kept.kind.plan is not None
-        replay = Replay(kept.kind.plan, kept.results, poison)
+        replay = Replay(kept.kind.plan, kept.results, poison, self._kinds.members(block, self._blocks[block]).modules)
         with again(replay) as graph:
             if replay.differs or not replay.is_over:
                 raise OperationsDiffer
@@ -174,7 +174,7 @@ class KeptBlocks:
         order: list[int] = []
         differs = None
         try:
-            with self._graph(kept, again, poison=True) as graph:
+            with self._graph(block, kept, again, poison=True) as graph:
                 leaves = Leaves.of(graph)
                 order = [id(leaf) for leaf in leaves.tensors]
                 with leaves.apart(mine):

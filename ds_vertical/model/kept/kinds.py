@@ -13,17 +13,17 @@ another one keeps changes neither its schedule, in which events of cells that ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from ds_vertical.model.block_call import BlockCall
-from ds_vertical.model.compiled_blocks import is_compiled
+from ds_vertical.model.kept.members import Members
 from ds_vertical.model.kept.recording import CallPlan
 from ds_vertical.model.layers import Block, LayerMap
-from ds_vertical.model.state.containers import SIMPLE, is_internal
+from ds_vertical.model.state.containers import SIMPLE
 from ds_vertical.schedule.events import Cell, Unit
 from ds_vertical.types import BELOW, ActivationPolicy
 
@@ -57,6 +57,7 @@ class KeptKinds:
     say: Callable[[str], None]
     outputs: int | None = None
     cells: Collection[Cell] | None = None
+    _members: dict[int, Members] = field(default_factory=dict, init=False)
     _kinds: dict[Hashable, Kind] = field(default_factory=dict, init=False)
     _own: set[int] = field(default_factory=set, init=False)  # blocks that are a class of their own
     _said: set[tuple[type, ActivationPolicy, str]] = field(default_factory=set, init=False)
@@ -78,26 +79,34 @@ class KeptKinds:
         return frozenset(block for own in keeping for block in own)
 
     def of(self, index: int, block: Block, call: BlockCall, compiled: bool) -> Kind:
-        """The kind of a call of a block, by the block's number. `compiled`: the block's forward is."""
-        policy = self.policy
+        """The kind of a call of a block, by the block's number, for which `members` has been asked. `compiled`: the block's
+        forward is."""
+        policy, members = self.policy, self._members[index]
         while policy != "none":
-            reason = obstacle(block.module, policy, compiled)
+            reason = obstacle(members, policy, compiled)
             if reason is not None:
                 self._note(block, "none", reason)
                 break
-            key = self._key(policy, index, block, call)
+            key = self._key(policy, index, members, call)
             kind = self._kinds.get(key)
             if kind is None and len(self._kinds) >= _MOST_KINDS:
                 told = f"its calls have come in {_MOST_KINDS} forms, and each is planned for and tried by itself"
                 self._note(block, "none", told)
                 break
             if kind is None:
-                below = BELOW[policy] if obstacle(block.module, BELOW[policy], compiled) is None else "none"
+                below = BELOW[policy] if obstacle(members, BELOW[policy], compiled) is None else "none"
                 kind = self._kinds[key] = Kind(policy, below)
             if kind.policy != "none":
                 return kind
             policy = kind.below
         return Kind("none")
+
+    def members(self, index: int, block: Block) -> Members:
+        """Of a block, by the block's number."""
+        known = self._members.get(index)
+        if known is None or not known.are_current():
+            known = self._members[index] = Members(block.module)
+        return known
 
     def give_up(self, kind: Kind, block: Block, reason: str, of_recomputes: bool = False) -> None:
         """The kind's policy is not right: later calls fall to the next lower one. `of_recomputes`: the reason forbids to leave
@@ -114,15 +123,15 @@ class KeptKinds:
             self.give_up(kind, block, OTHER_OPERATIONS, of_recomputes=True)
         self._own.add(index)
 
-    def _key(self, policy: ActivationPolicy, index: int, block: Block, call: BlockCall) -> Hashable:
+    def _key(self, policy: ActivationPolicy, index: int, members: Members, call: BlockCall) -> Hashable:
         state = call.state
         exact = policy != "everything"  # what autograd saves is told anew in each call, operations are planned once
-        forms = tuple(_form_of(value, exact) for value in call.args)
+        forms = tuple([_form_of(value, exact) for value in call.args])
         own = index if exact and index in self._own else -1
-        modes = tuple(module.training for module in block.module.modules())
-        trained = tuple(param.requires_grad for param in block.module.parameters())  # decides what autograd saves
-        about_block = type(block.module), own, modes, trained
-        return policy, *about_block, forms, call.form.spec, state.grad, state.inference, state.autocast
+        trained = members.trained  # decides what autograd saves
+        about_block = type(members.modules[0]), own, members.modes, trained
+        given = call.form.spec if call.form.plan is None else call.form.plan  # the latter is compared in less time
+        return policy, *about_block, forms, given, state.grad, state.inference, state.autocast
 
     def _note(self, block: Block, instead: ActivationPolicy, reason: str) -> None:
         said = type(block.module), instead, reason
@@ -140,37 +149,22 @@ def _form_of(value: object, exact: bool) -> Hashable:
     return (type(value), value) if type(value) in SIMPLE else type(value)
 
 
-def obstacle(module: nn.Module, policy: ActivationPolicy, compiled: bool) -> str | None:
-    """Why no call of a block can be kept under the policy; None where some may."""
+def obstacle(members: Members, policy: ActivationPolicy, compiled: bool) -> str | None:
+    """Why no call of a block can be kept under the policy; None where some may. `compiled`: the block's forward is."""
     if policy != "everything":
-        if compiled or any(map(is_compiled, list(module.modules())[1:])):
+        if compiled or members.has_compiled:
             return "it is compiled, and one operation cannot be left out of a compiled kernel"
-        if any(not is_internal(hook) for hook in _hooks_of(module, ("_forward_hooks", "_forward_pre_hooks"))):
+        if members.has_forward_hooks:
             return "modules inside it have forward hooks, which may read what the backward leaves out"
-    if _has_backward_hooks(module):
+    if members.has_backward_hooks:
         return "it has hooks of the backward, which would run twice in the trial"
     return None
-
-
-_PARAM_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-def _has_backward_hooks(module: nn.Module) -> bool:
-    """Whether users' hooks run in a module's backward: its modules' and its parameters'."""
-    hooks = _hooks_of(module, ("_backward_hooks", "_backward_pre_hooks"))
-    tables = (getattr(param, name, None) or {} for param in module.parameters() for name in _PARAM_HOOKS)
-    return any(not is_internal(hook) for hook in (*hooks, *(hook for table in tables for hook in table.values())))
 
 
 def runs_others_code(layers: LayerMap, unit: Unit) -> bool:
     """Whether hooks of users run in the backward of a layer, those of all modules included; False for `pre`."""
     if any(getattr(nn.modules.module, name, None) for name in ("_global_backward_hooks", "_global_backward_pre_hooks")):
         return True
-    return isinstance(unit, int) and any(_has_backward_hooks(layers.blocks[block].module) for block in layers.layers[unit])
-
-
-def _hooks_of(module: nn.Module, names: Sequence[str]) -> Iterator[object]:
-    for number, each in enumerate(module.modules()):
-        for name in names:
-            if number or not name.startswith("_forward"):  # the block's own forward hooks do not run in its recompute
-                yield from getattr(each, name).values()
+    if not isinstance(unit, int):
+        return False
+    return any(Members(layers.blocks[block].module).has_backward_hooks for block in layers.layers[unit])

@@ -26,6 +26,7 @@ from ds_vertical.model.block_call import BlockGraph, leaf_of, requires_grad
 from ds_vertical.model.kept.block_backward import InputGradients
 from ds_vertical.model.kept.kept_blocks import Again, Mode
 from ds_vertical.model.kept.kinds import obstacle
+from ds_vertical.model.kept.members import Members
 from ds_vertical.model.kept.recording import CallPlan, Recording
 from ds_vertical.model.kept.replay import OperationsDiffer, Replay, Results
 from ds_vertical.model.kept.slots import VIEW_LEFT, Slots, unpack
@@ -97,6 +98,11 @@ class _Call:
         """The block's, in order."""
         return list(self.block.module.parameters())
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The block's, itself the first."""
+        return list(self.block.module.modules())
+
     def timed(self, within: Mode) -> float:
         """Seconds of a recompute within a context."""
         self.synchronize()
@@ -121,7 +127,8 @@ class _Call:
         """How "free" and "products", and parts of the latter with so many each, leave out operations; and why there is no
         way."""
         recording = Recording([*self.inputs, *self.params, *self.block.module.buffers()])
-        with self.again(entered(saved_tensors_hooks(recording.pack, unpack), recording)) as graph:
+        hooks = saved_tensors_hooks(recording.pack, unpack)
+        with recording.watching(self.modules), self.again(entered(hooks, recording)) as graph:
             recording.finish(graph.outputs, ())
             leaves = _ends(graph, keep_graph=False)
             free, reason = recording.plan("free", leaves)
@@ -204,7 +211,7 @@ class Probe:
                 hooked.append(call.timed(call.slots()[1]))
             for name, way in [(name, way) for name, way in ways.items() if with_parts or way.outputs is None]:
                 try:
-                    replayed[name].append(call.timed(Replay(way.plan, way.results, poison=False)))
+                    replayed[name].append(call.timed(Replay(way.plan, way.results, False, call.modules)))
                 except _UNKNOWN as error:
                     reasons.append(f'"{name}": {str(error) or "it does not run the same operations each time"}')
                     del ways[name]
@@ -220,7 +227,7 @@ class Probe:
 
     def _ways(self, call: _Call, compiled: bool, reasons: list[str]) -> list[_Way]:
         """See `_Call.ways`."""
-        why = obstacle(call.block.module, "products", compiled)
+        why = obstacle(Members(call.block.module), "products", compiled)
         ways: list[_Way] = []
         if why is None:
             try:
@@ -234,7 +241,7 @@ class Probe:
     @staticmethod
     def _saved_bytes(call: _Call, compiled: bool, reasons: list[str]) -> int | None:
         """See `_Call.saved_bytes`."""
-        why = obstacle(call.block.module, "everything", compiled)
+        why = obstacle(Members(call.block.module), "everything", compiled)
         if why is None:
             try:
                 found = call.saved_bytes()

@@ -12,18 +12,23 @@ is left out, too (ZeRO-3's linear adds the bias to its product so), and where an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 from typing import Final, Literal
 
 import torch
+from torch import nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
+from ds_vertical.interrupts import Changed
 from ds_vertical.model.kept.slots import AliasSlot, Layout, is_plain
 from ds_vertical.model.tensor_refs import is_over, key_of
+from ds_vertical.model.thread_state import Modes
 from ds_vertical.types import ActivationPolicy
 
 _aten: Final = torch.ops.aten
@@ -116,12 +121,26 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class Start:
+    """A moment of a block call: a module inside the block is called. `module`: its number among the block's; `call`: which of
+    its calls it is; `operation`: the number of the operation that comes next."""
+
+    module: int
+    call: int
+    operation: int
+
+
+@dataclass(frozen=True)
 class CallPlan:
-    """What a recompute does with each operation, in their order. `keeps`: by operation, the new storages that are kept."""
+    """What a recompute does with each operation, in their order. `keeps`: by operation, the new storages that are kept.
+
+    `start`: where a recompute begins to follow the plan: all operations before run. None: with the first one.
+    """
 
     operations: tuple[Operation, ...]
     actions: tuple[Action, ...]
     keeps: dict[int, tuple[int, ...]]
+    start: Start | None = None
 
     @cached_property
     def num_writes(self) -> Counter[int]:
@@ -168,9 +187,35 @@ class Recording(TorchDispatchMode):
         self._made: set[int] = set()
         self._num_saved: Counter[int] = Counter()  # tensors over a storage that stand for saved ones
         self._held: set[int] = set()  # storages made in the call that the graph holds, but not as saved tensors
+        self._entries: list[Start] = []  # where a recompute might begin to follow a plan
         for tensor in outside:
             if isinstance(tensor, torch.Tensor) and is_plain(tensor):
                 self._outside.add(self._key(tensor))
+
+    def watching(self, modules: Sequence[nn.Module]) -> Changed:
+        """Within the block calls of the modules inside a block are noted; `modules`: the block's, itself the first."""
+        handles: list[RemovableHandle] = []
+
+        def noted(number: int) -> Callable[..., None]:
+            calls = count()
+
+            def note(*_: object) -> None:
+                call, modes = next(calls), Modes.capture()
+                # the block's own modes, inside which a recompute would have to put its own, are not on
+                if modes.operations[-1:] == (self,) and modes.packings and modes.packings[-1].pack == self.pack:
+                    self._entries.append(Start(number, call, len(self.operations)))
+
+            return note
+
+        def put_on() -> None:
+            for number, module in enumerate(modules[1:], 1):
+                handles.append(module.register_forward_pre_hook(noted(number)))
+
+        def take_off() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return Changed(take_off, put_on)
 
     def pack(self, tensor: torch.Tensor) -> AliasSlot:
         """Note that autograd saves a tensor."""
@@ -267,7 +312,11 @@ class Recording(TorchDispatchMode):
             if policy == "products" and operation.is_product and operation.fresh and not operation.must_run
         }
         plan = flow.plan(keepable)
-        return plan if outputs is None else flow.plan(set(_most_saving(plan)[:outputs])), ""
+        if outputs is not None:
+            plan = flow.plan(set(_most_saving(plan)[:outputs]))
+        first = next((index for index, action in enumerate(plan.actions) if action != "run"), 0)
+        before = [entry for entry in self._entries if entry.operation <= first]
+        return replace(plan, start=before[-1] if before else None), ""
 
 
 def _most_saving(plan: CallPlan) -> list[int]:

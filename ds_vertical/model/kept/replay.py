@@ -5,21 +5,30 @@ a module's attributes decide which of two tensors goes on, or which one autograd
 operation that runs may read memory in the place of a result that was left out, autograd may save none, and in-place operations
 must write what they wrote as they were recorded: kept results hold what those have left in them. One that runs may write what
 autograd has saved, which no trial with other values shows: slots hold the counts of writes (`slots`).
+
+[Note: start] To follow an operation takes some microseconds of Python, as long as a small kernel. Ahead of the first operation
+that is left out there is nothing to do: what runs there is computed, whichever operations these are, and autograd saves it by
+itself, with counts of writes of its own. So the plan is followed only from the last call of a module inside the block on that
+comes before (`recording.Start`): in a transformer's block under "free" that is its last product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from types import TracebackType
 
 import torch
+from torch import nn
 from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
+from ds_vertical.interrupts import Changed
 from ds_vertical.model.kept.recording import (
     UNSEEN,
     CallPlan,
@@ -28,11 +37,13 @@ from ds_vertical.model.kept.recording import (
     Operation,
     Recording,
     StandIn,
+    Start,
     argument_forms,
     written_args,
 )
 from ds_vertical.model.kept.slots import AliasSlot, KeptStorage, is_plain, unpack
 from ds_vertical.model.tensor_refs import is_over, key_of
+from ds_vertical.model.thread_state import Modes
 
 
 class OperationsDiffer(Exception):  # noqa: N818 - a request to compute the block as a whole, as StopIteration is one to stop
@@ -145,25 +156,61 @@ class Grab(_Followed):
 
 class Replay(_Followed):
     """A recompute that leaves out operations. `results`: of the call, those that were kept. With `poison` the memory in the
-    place of what is left out is NaN. See [Note: other calls]."""
+    place of what is left out is NaN. `modules`: the block's, itself the first. See [Note: other calls]."""
 
-    def __init__(self, plan: CallPlan, results: Results, poison: bool) -> None:
+    def __init__(self, plan: CallPlan, results: Results, poison: bool, modules: Sequence[nn.Module]) -> None:
         super().__init__(plan)
         self._results = results
         self._poison = poison
+        self._modules = modules
         self._empty_keys: dict[int, StorageWeakRef] = {}  # a reference keeps the key, and not the memory
         self._pending: dict[int, int] = {}  # of kept storages, by key: in-place operations that are yet to come
         self._hooks = saved_tensors_hooks(self._pack, unpack)
+        self._follows = False
+        self._start = Changed(lambda: None)
 
     def __enter__(self) -> Replay:  # override
-        self._hooks.__enter__()
-        return super().__enter__()
+        start = self.plan.start
+        if start is None:
+            self._begin()
+        elif start.module < len(self._modules):
+            self._start = self._starting(start, self._modules[start.module])
+            self._start.__enter__()
+        return self
 
     def __exit__(  # override
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
-        self._hooks.__exit__(kind, error, trace)
+        if self._follows:
+            super().__exit__(kind, error, trace)
+            self._hooks.__exit__(kind, error, trace)
+        self._start.__exit__(kind)
+        self._results = Results()  # hooks and this object hold each other: what was kept would stay until Python looks for such
+
+    def _begin(self) -> None:
+        self._follows = True
+        self._hooks.__enter__()
+        super().__enter__()
+
+    def _starting(self, start: Start, module: nn.Module) -> Changed:
+        """Within the block the plan is followed from a call of a module on."""
+        handles: list[RemovableHandle] = []
+        calls, outer = count(), Modes.capture()
+
+        def enter(*_: object) -> None:
+            now = Modes.capture()
+            if next(calls) == start.call and (now.operations, now.packings) == (outer.operations, outer.packings):
+                self._index = start.operation
+                self._begin()
+
+        def put_on() -> None:
+            handles.append(module.register_forward_pre_hook(enter))
+
+        def take_off() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return Changed(take_off, put_on)
 
     def left(self, func: OpOverload, args: tuple[object, ...], kwargs: Keywords) -> object:
         """Raises OperationsDiffer: what this operation reads may be missing."""

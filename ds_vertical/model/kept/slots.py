@@ -19,8 +19,8 @@ saved has that tensor's count in a tensor without elements (`_count_of`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from time import sleep
 from typing import NoReturn
@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from ds_vertical.errors import LayerError
-from ds_vertical.model.tensor_refs import is_over, key_of, num_over
+from ds_vertical.model.tensor_refs import key_of, num_over
 
 VIEW_LEFT = "its forward leaves a view of a parameter's memory behind, other than as a saved tensor"
 _MOST_LOOKS, _BETWEEN_LOOKS_S = 10, 0.001  # for views that go again
@@ -100,52 +100,51 @@ def _nothing_on(device: torch.device) -> torch.Tensor:
     return torch.empty(0, device=device)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class BaseSlot:
     """A view of a parameter or of an input: of the tensor at `index` of `bases`, wherever its memory is when it is asked.
 
-    `layout`: its offset counts from the base's first element, since the base may come back at another place of a buffer.
-    `count`: of the writes to what was saved; None: it is the base's.
+    `size`, `stride`, `offset`: how it lies in that memory, counted from the base's first element, since the base may come back
+    at another place of a buffer. `count`: has the count of the writes to what was saved, at `version` then.
     """
 
     bases: Sequence[object]
     index: int
-    layout: Layout
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    count: torch.Tensor
     version: int
-    count: torch.Tensor | None
-
-    @property
-    def _base(self) -> torch.Tensor:
-        base = self.bases[self.index]
-        assert isinstance(base, torch.Tensor)
-        return base
 
     @property
     def is_current(self) -> bool:
         """Whether it was not written in place since it was saved."""
-        counted = self._base if self.count is None else self.count
-        return counted._version == self.version
+        return self.count._version == self.version
 
     def tensor(self) -> torch.Tensor:
         """The tensor that was saved. Raises LayerError where it was written in place since."""
-        if not self.is_current:
-            _refuse_written(self.layout.size)
-        base = self._base.data
-        return replace(self.layout, offset=self.layout.offset + int(base.storage_offset())).over(base.untyped_storage())
+        if self.count._version != self.version:
+            _refuse_written(self.size)
+        base = self.bases[self.index]
+        assert isinstance(base, torch.Tensor)
+        now = base.data
+        if not self.offset and now.size() == self.size and now.stride() == self.stride:
+            return now
+        return now.as_strided(self.size, self.stride, self.offset + int(now.storage_offset()))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class KeptStorage:
-    """A storage with tensors that are kept. `views`: aliases of those tensors, which share their counts of in-place writes.
+    """A storage with tensors that are kept. `views`: an alias of each, which has its tensor's count of in-place writes.
 
-    `compact`: copies of the views' elements one by one, which stand for the whole. `in_memory`: False while its bytes are in
-    another tier.
+    `alone`: where the storage is given up, for each of the views, by id, how it lay and a copy of its elements one by one.
+    `in_memory`: False while its bytes are in another tier.
     """
 
     storage: torch.UntypedStorage
-    views: dict[Layout, torch.Tensor] = field(default_factory=dict)
-    compact: dict[Layout, KeptStorage] = field(default_factory=dict)
-    num_bytes: int = 0
+    num_bytes: int = -1
+    views: list[torch.Tensor] = field(default_factory=list)
+    alone: dict[int, tuple[Layout, KeptStorage]] | None = None
     in_memory: bool = True
 
     def __post_init__(self) -> None:
@@ -154,73 +153,94 @@ class KeptStorage:
     @property
     def is_private(self) -> bool:
         """Whether nothing but the views lies over the storage, so that its memory may go. See [Note: slots]."""
-        return is_over(self.storage, len(self.views))
+        return num_over(self.storage) <= len(self.views)
 
     @property
-    def covered(self) -> float:
-        """The share of the storage that the views reach; those that overlap count twice."""
-        return sum(layout.num_bytes for layout in self.views) / max(1, self.num_bytes)
+    def is_mostly_kept(self) -> bool:
+        """Whether the views reach most of the storage; parts that two views of other layouts reach count twice."""
+        least = _LEAST_COVERED * self.num_bytes
+        for view in self.views:
+            if view.nbytes >= least and 0 not in view.stride():
+                return True
+        return sum(layout.num_bytes for layout in set(map(Layout.of, self.views))) >= least
 
     def keep_views_alone(self) -> None:
-        """Copy the elements of the views, and give the storage up."""
-        for layout, view in self.views.items():
-            copy = view.clone(memory_format=torch.contiguous_format)  # of a contiguous view, too
-            self.compact[layout] = KeptStorage(copy.untyped_storage())
-        self.views.clear()
+        """Copy the elements of the views, and give the storage up; the views go on counting writes."""
+        copies: dict[Layout, KeptStorage] = {}
+        self.alone = {}
+        for view in self.views:
+            layout = Layout.of(view)
+            if layout not in copies:
+                copy = view.clone(memory_format=torch.contiguous_format)  # of a contiguous view, too
+                copies[layout] = KeptStorage(copy.untyped_storage(), views=[copy])
+            self.alone[id(view)] = layout, copies[layout]
+        for view in self.views:
+            view.data = _nothing_on(view.device)
         self.storage = torch.UntypedStorage(0, device=self.storage.device)
         self.num_bytes = 0
 
-    @property
-    def resident(self) -> torch.UntypedStorage:
-        """The storage. Raises LayerError while its bytes are away: the schedule did not load them."""
+    def require(self) -> None:
+        """Raises LayerError while its bytes are away: the schedule did not load them."""
         if not self.in_memory:
             raise LayerError("kept values of a block are away; the schedule did not load them")
+
+    @property
+    def resident(self) -> torch.UntypedStorage:
+        """The storage. Raises LayerError as `require` does."""
+        self.require()
         return self.storage
 
-    def tensor(self, layout: Layout) -> torch.Tensor:
-        """A tensor of this layout with the bytes that it had. Raises LayerError while they are away."""
-        alone = self.compact.get(layout)
-        if alone is None:
-            return layout.over(self.resident)
+    def tensor(self, view: torch.Tensor) -> torch.Tensor:
+        """A tensor with the elements of one of the views, laid out as that. Raises LayerError while they are away."""
+        if self.alone is None:
+            self.require()
+            return view
+        layout, kept = self.alone[id(view)]
+        kept.require()
+        (dense,) = kept.views
         lead = layout.offset % (_ALIGNED_BYTES // layout.dtype.itemsize)
-        dense = Layout(layout.size, _contiguous(layout.size), 0, layout.dtype).over(alone.resident)
-        room = torch.empty(lead + layout.extent, dtype=layout.dtype, device=alone.storage.device)
+        room = torch.empty(lead + layout.extent, dtype=layout.dtype, device=dense.device)
         return room.as_strided(layout.size, layout.stride, lead).copy_(dense)
 
     @property
     def parts(self) -> list[KeptStorage]:
         """What may move by itself: itself, or the views that are kept alone."""
-        return list(self.compact.values()) or [self]
+        return [self] if self.alone is None else list(dict.fromkeys(kept for _, kept in self.alone.values()))
 
 
-def _contiguous(size: torch.Size) -> tuple[int, ...]:
-    return torch.empty(size, device="meta").stride()
+def places_of(params: Sequence[nn.Parameter]) -> dict[int, int]:
+    """The places of the plain ones among parameters, by their ids."""
+    return {id(param): place for place, param in enumerate(params) if is_plain(param)}
 
 
-@dataclass(frozen=True, eq=False)
+def _extent_of(tensor: torch.Tensor) -> int:
+    """See `Layout.extent`."""
+    return tensor.numel() if tensor.is_contiguous() else Layout.of(tensor).extent
+
+
+@dataclass(eq=False, slots=True)
 class OwnSlot:
-    """A tensor over memory that is neither a parameter's nor an input's. `count`: of the writes to it; None: as of the view of
-    its layout, as long as there is one."""
+    """A tensor over memory that is neither a parameter's nor an input's. `view`: of that memory, an alias of the tensor; at
+    `version` of its count when it was saved."""
 
     kept: KeptStorage
-    layout: Layout
+    view: torch.Tensor
     version: int
-    count: torch.Tensor | None = None
 
     @property
     def is_current(self) -> bool:
         """Whether it was not written in place since it was saved."""
-        counted = self.kept.views.get(self.layout) if self.count is None else self.count
-        return counted is None or counted._version == self.version
+        return self.view._version == self.version
 
     def tensor(self) -> torch.Tensor:
         """The tensor that was saved. Raises LayerError where it was written in place since."""
-        if not self.is_current:
-            _refuse_written(self.layout.size)
-        return self.kept.tensor(self.layout)
+        if self.view._version != self.version:
+            alone = self.kept.alone
+            _refuse_written(self.view.size() if alone is None else alone[id(self.view)][0].size)
+        return self.kept.tensor(self.view)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class AliasSlot:
     """A tensor that stays as it is: a subclass's, one whose memory says not all about it, or one that a recompute saves."""
 
@@ -234,7 +254,7 @@ class AliasSlot:
 
     def tensor(self) -> torch.Tensor:
         """The tensor that was saved. Raises LayerError where it was written in place since."""
-        if not self.is_current:
+        if self.alias._version != self.version:
             _refuse_written(self.alias.size())
         return self.alias
 
@@ -244,20 +264,24 @@ SavedSlot = BaseSlot | OwnSlot | AliasSlot
 
 class Slots:
     """Makes the slots of one block call. `params`: the block's, and `inputs`: what it was given; both keep their order.
+    `places`: see `places_of`, where they are known.
 
     `own`: the storages of everything else, by key; each is held, so that no other takes its key. `made`: all slots.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], inputs: Sequence[object]) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], inputs: Sequence[object], places: Mapping[int, int] | None = None
+    ) -> None:
         self.own: dict[int, KeptStorage] = {}
         self.made: list[SavedSlot] = []
         self._params = params
+        self._places = places_of(params) if places is None else places
         self._num_over = self._counted()
-        self._bases: dict[int, list[tuple[Sequence[object], int]]] = {}  # a buffer may hold several parameters
-        for bases in (params, inputs):  # a parameter that is given as an argument is a parameter
-            for index, base in enumerate(bases):
-                if isinstance(base, torch.Tensor) and is_plain(base):
-                    self._bases.setdefault(key_of(base.untyped_storage()), []).append((bases, index))
+        self._bases: dict[int, list[tuple[Sequence[object], int]]] = {}  # the inputs, by key; parameters once they are asked
+        for index, base in enumerate(inputs):
+            if isinstance(base, torch.Tensor) and is_plain(base):
+                self._bases.setdefault(key_of(base.untyped_storage()), []).append((inputs, index))
+        self._unlisted = dict.fromkeys(self._num_over)  # keys whose parameters are not among the bases yet
 
     def pack(self, tensor: torch.Tensor) -> SavedSlot:
         """The slot of a tensor that autograd is about to save."""
@@ -270,29 +294,43 @@ class Slots:
         return all(slot.is_current for slot in self.made)
 
     def _pack(self, tensor: torch.Tensor) -> SavedSlot:
+        place = self._places.get(id(tensor))
+        if place is not None:
+            return BaseSlot(self._params, place, tensor.size(), tensor.stride(), 0, tensor, tensor._version)
         if not is_plain(tensor):
             return AliasSlot(tensor.detach(), tensor._version)
-        storage, layout = tensor.untyped_storage(), Layout.of(tensor)
-        if (slot := self._base_slot(tensor, key_of(storage), layout)) is not None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._unlisted:
+            self._list_params(key)
+        if key in self._bases and (slot := self._base_slot(tensor, key)) is not None:
             return slot
-        kept = self.own.get(key_of(storage))
+        kept = self.own.get(key)
         if kept is None:
-            kept = self.own[key_of(storage)] = KeptStorage(storage)
-        if layout in kept.views:
-            return OwnSlot(kept, layout, tensor._version, _count_of(tensor))
-        kept.views[layout] = tensor.detach()
-        return OwnSlot(kept, layout, tensor._version)
+            kept = self.own[key] = KeptStorage(storage)
+        view = tensor.detach()
+        kept.views.append(view)
+        return OwnSlot(kept, view, tensor._version)
 
-    def _base_slot(self, tensor: torch.Tensor, key: int, layout: Layout) -> BaseSlot | None:
+    def _list_params(self, key: int) -> None:
+        """Take the parameters over a storage among the bases; a buffer may hold several."""
+        del self._unlisted[key]
+        plain = [place for place in self._places.values() if key_of(self._params[place].untyped_storage()) == key]
+        # a parameter that is given as an argument is a parameter
+        self._bases[key] = [*((self._params, place) for place in plain), *self._bases.get(key, ())]
+
+    def _base_slot(self, tensor: torch.Tensor, key: int) -> BaseSlot | None:
         """The slot of a view that lies within a parameter or an input; None where there is none."""
-        for bases, index in self._bases.get(key, ()):
+        start, extent = int(tensor.storage_offset()), _extent_of(tensor)
+        for bases, index in self._bases[key]:
             base = bases[index]
             assert isinstance(base, torch.Tensor)
-            own = Layout.of(base)
-            is_within = own.offset <= layout.offset and layout.offset + layout.extent <= own.offset + own.extent
-            if own.dtype == layout.dtype and is_within:
-                count = None if tensor is base or tensor._base is base else _count_of(tensor)
-                return BaseSlot(bases, index, replace(layout, offset=layout.offset - own.offset), tensor._version, count)
+            first = int(base.storage_offset())
+            if base.dtype == tensor.dtype and first <= start and start + extent <= first + _extent_of(base):
+                # an input that a slot held would have one more holder than may be when it moves
+                shares = bases is self._params and tensor._base is base
+                count = base if shares else _count_of(tensor)
+                return BaseSlot(bases, index, tensor.size(), tensor.stride(), start - first, count, tensor._version)
         return None
 
     def sees_all(self) -> bool:
@@ -313,9 +351,7 @@ class Slots:
     def settle(self) -> list[KeptStorage]:
         """The block's forward is over and its outputs are dropped: the storages that only the slots hold."""
         private = [kept for kept in self.own.values() if kept.is_private]
-        small = [
-            kept for kept in private if kept.covered < _LEAST_COVERED and all(layout.is_dense_enough for layout in kept.views)
-        ]
+        small = [kept for kept in private if not kept.is_mostly_kept and all(Layout.of(v).is_dense_enough for v in kept.views)]
         if small and self.are_current():  # else the copies would be of what was written since
             for kept in small:
                 kept.keep_views_alone()

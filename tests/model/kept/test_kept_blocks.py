@@ -11,6 +11,8 @@ import pytest
 import torch
 from kept_toys import COUNT, Block, Chained, KeptTraining, compare, model_of
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from toy import WIDTH
 
 from ds_vertical.model.block_call import BlockGraph
@@ -100,11 +102,19 @@ class Counting(Block):
 
 
 class Branching(Block):
-    """Values decide which operations run."""
+    """Values decide which operations run, ahead of the last product."""
 
     def inner(self, hidden: torch.Tensor) -> torch.Tensor:
         inner = super().inner(hidden)
         return inner.sin().exp() if hidden.sum().item() > 0 else inner.cos()
+
+
+class BranchingBehind(Block):
+    """Values decide which operations run behind the last product."""
+
+    def forward(self, hidden: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+        down = self.down(self.drop(self.inner(hidden)))
+        return hidden + (down + 0.01 if hidden.sum().item() > 4 else down - 0.01)
 
 
 class Routing(Block):
@@ -179,6 +189,37 @@ def test_gradients_have_the_bits_of_plain_autograd(policy: ActivationPolicy) -> 
         actions = {operation.packet: action for operation, action in zip(plan.operations, plan.actions, strict=True)}
         products = [a for o, a in zip(plan.operations, plan.actions, strict=True) if o.is_product]
         assert products == (["keep", "skip"] if policy == "products" else ["run", "skip"]), actions
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2])
+def test_a_recompute_follows_its_plan_from_the_last_module_on_ahead_of_what_is_left_out(policy: ActivationPolicy) -> None:
+    """Under "free" that is the last product's, behind everything else; kept products begin with the first module."""
+    training = compared(Block, policy)
+    for plan in (kind.plan for kind in training.kinds.found):
+        assert plan is not None and plan.start is not None
+        assert plan.start.module == {"free": 2, "products": 1}[policy]  # `down`, `up`
+        assert set(plan.actions[: plan.start.operation]) <= {"run"} and "skip" in plan.actions[plan.start.operation :]
+        assert (plan.start.operation > 0) == (policy == "free")
+
+
+class Hooked(Block):
+    """Code of the block's own sees what autograd saves and which operations run."""
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def forward(self, hidden: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+        with self.Counted(), saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved):
+            return super().forward(hidden, side)
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2])
+def test_modes_that_a_block_enters_lie_inside_those_of_its_recompute(policy: ActivationPolicy) -> None:
+    """A plan that was followed from a module within them on would end with the block's modes left on, or its own."""
+    training = compared(Hooked, policy)
+    assert _get_current_dispatch_mode_stack() == []
+    assert [kind.plan.start for kind in training.kinds.found if kind.plan is not None] == [None] * len(training.kinds.found)
 
 
 def test_an_operation_that_only_has_attentions_name_is_recorded() -> None:
@@ -268,7 +309,8 @@ FALLS_BACK: dict[type[Block], dict[ActivationPolicy, Fall]] = {  # by the policy
     Opaque: _no_recompute("code that torch does not dispatch"),
     OpaqueReader: {"free": (("none",), _READS), "products": (("free", "none"), _READS)},
     Counting: {"everything": (("products",), "what autograd saves in its forward is written in place")},
-    Branching: _no_recompute("it does not run the same operations each time"),
+    Branching: {"products": (("none",), "it does not run the same operations each time")},  # "free" follows its last product
+    BranchingBehind: _no_recompute("it does not run the same operations each time"),
     Routing: _no_recompute("the shapes in it depend on the values"),
     Autocast: {},
     Aliased: {},
