@@ -101,7 +101,8 @@ class VerticalEngine(CallableEngine):
         )
         calls.restore, calls.tear, calls.admit = three.restore, self.optimizer.condition.tear, three.admit
         hosts = ranks.all_gathered(host_id())
-        self.network, self.host_names = network_of(vertical.levels, hosts), host_names(hosts)
+        in_memory = self._params.copies is not None and self._params.copies.in_memory
+        self.network, self.host_names = network_of(vertical.levels, hosts, in_memory), host_names(hosts)
         accelerator.log(f"ds_vertical: {assembly.describe(self._params)}")
 
     def _meter(self, folder: Path | None, elastic: ElasticCounts | None) -> Progress:

@@ -271,8 +271,8 @@ class ParamStore:
         self.release_all()
         self.buffers.withdraw()
         self._closed = True
-        if self._levels is not None and self._levels.beside is not None:
-            self._levels.beside.close()
+        if self._levels is not None:
+            self._levels.close()
         if self.reads is not None:
             self.reads.close()
         self.writer.close()  # completes what it is writing from the buffers
@@ -291,6 +291,11 @@ class StandingCopies:
         self._levels = levels
         self._landing = landing
         self._issued: list[UnitGather] = []
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the ranks of a host share memory for the copies that are kept."""
+        return self._levels.memory is not None
 
     def stands(self, unit: Unit) -> bool:
         """Whether the unit's next fetch may come out of a copy."""
@@ -332,6 +337,7 @@ class StandingCopies:
             gathers.complete(gather)
             for part in under_way:
                 part.wait()
+            under_way.clear()  # whoever keeps the ticket does not keep the copy
 
         return Ticket(f"spread {unit}", wait)
 
