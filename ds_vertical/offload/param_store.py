@@ -260,8 +260,9 @@ class ParamStore:
             zero_params.leave_shards(resident.partitioned)
         self.gathers.clear()
         self._resident.clear()
-        if self._levels is not None:
+        if self._levels is not None and self.copies is not None:
             self._levels.drop_all()
+            self.copies.forget_issued()
         self.ahead.clear()
         self._landing.clear()
         self.buffers.reset(self.updates.taken_buffers())
@@ -305,6 +306,10 @@ class StandingCopies:
         """The units whose copy is of their present values, on all ranks alike. Collective."""
         return self._levels.standing(self._store.files.versions)
 
+    def forget_issued(self) -> None:
+        """Nobody waits for the copies that are being made, or asks for those that were."""
+        self._issued.clear()
+
     def renew(self, unit: Unit) -> Ticket:
         """Start to make the copy of a unit. Its step must be over."""
         store, gathers = self._store, self._store.gathers
@@ -337,7 +342,6 @@ class StandingCopies:
             gathers.complete(gather)
             for part in under_way:
                 part.wait()
-            under_way.clear()  # whoever keeps the ticket does not keep the copy
 
         return Ticket(f"spread {unit}", wait)
 
