@@ -7,6 +7,9 @@ region of it, all of one size, and puts its parts of copies there. Three things 
 - Each rank copies all parts to where it needs them.
 - The ranks meet in their process group once more. Behind that nobody reads the parts, and other values may take their place.
 
+Sums over these ranks are made in the same way out of a piece of their own: a part is all terms of a rank, and each rank adds
+those of its own sums, in the order in which they are added where they are sent.
+
 A rank whose part lies elsewhere says so at first. Then the ranks send each other the parts, as they do without such memory.
 That is so for a rank whose step has failed, which takes part with zeros, and where a region has no room. Which parts a rank has
 put where need not be the same on all ranks. A rank that is gone is noticed by the process group: nobody watches the memory
@@ -98,10 +101,10 @@ class HostMemory:
 
 
 class Place:
-    """Where a spread puts a rank's part of a copy: in `memory`, if there is any, and room in it. `read`: waits until the ranks
-    of the host have read what may lie there now."""
+    """Where a rank puts what others are to read: in `memory`, if there is any, and room in it. `read`: waits until the ranks of
+    the host have read what may lie there now."""
 
-    def __init__(self, memory: HostMemory | None, read: Callable[[], None] | None = None) -> None:
+    def __init__(self, memory: HostMemory | None, read: Callable[[], None] = lambda: None) -> None:
         self._memory = memory
         self._read = read
 
@@ -110,7 +113,7 @@ class Place:
         if self._memory is None:
             return like.new_empty(shape)
         found = self._memory.take(shape, like.dtype)
-        if found is None and self._read is not None:
+        if found is None:
             self._read()
             found = self._memory.take(shape, like.dtype)
         return like.new_empty(shape) if found is None else found
@@ -125,9 +128,10 @@ class Place:
 # ---- how it is made
 
 
-def shared_by(groups: Sequence[tuple[int, ...]], num_bytes: int) -> HostMemory | None:
+def shared_by(groups: Sequence[tuple[int, ...]], num_bytes: int, what: str) -> HostMemory | None:
     """Memory that the ranks of each of the groups share, `num_bytes` for each rank. None, on all ranks, where it cannot be
-    made; a line on rank 0 says why. Collective among all ranks. `groups`: has each rank once, and is the same on all."""
+    made; a line on rank 0 says why. Collective among all ranks. `groups`: has each rank once, and is the same on all;
+    `what`: for the line."""
     members = next(group for group in groups if ranks.rank() in group)
     size = _HEAD + len(members) * num_bytes
     path, token = _FOLDER / f"ds_vertical.{secrets.token_hex(8)}", secrets.token_bytes(32)
@@ -147,7 +151,7 @@ def shared_by(groups: Sequence[tuple[int, ...]], num_bytes: int) -> HostMemory |
         return HostMemory(mapped, members.index(ranks.rank()), len(members))
     number, why = told or (0, "")
     accelerator.log(
-        f"ds_vertical: the ranks of a host send each other copies that they could share in memory ({size / 2**20:.1f} MiB of"
+        f"ds_vertical: the ranks of a host send each other {what} that they could share in memory ({size / 2**20:.1f} MiB of"
         f" {_FOLDER}): rank {number}: {why}"
     )
     return None

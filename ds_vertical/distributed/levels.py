@@ -18,7 +18,7 @@ given included, on top of which gloo holds a gather's result once more while the
 
 - spread: P/W of the share and P/w of the copy; where g/w > 1, P g/(w W) of the first hop too.
 - gather: P/w of the copy and P, and what the chunks are joined to. Out of a host's memory: P/w, and what they are joined to.
-- reduce: 2 P, while the first hop's terms are exchanged; then P and P/w.
+- reduce: 2 P, while the first hop's terms are exchanged; then P and P/w, as out of a host's memory from the start.
 - cross: 2 P/g, then P/g and P/W.
 
 With a quantizer what is sent and received has bits/8 bytes an element, and 4 bytes a block. Sums of its terms are in fp32 then.
@@ -110,6 +110,10 @@ class Issued(Generic[T]):
         self._over.set()
 
 
+def _nothing_to_wait_for() -> None:
+    """Nothing in memory of a host was read so far."""
+
+
 class LevelCollectives:
     """See [Note: lanes] and [Note: bytes]. Made on all ranks together. Chunks are ordered by `topology.order`. S is the
     elements of a chunk: a rank's shards of all parameters of a unit, which DeepSpeed has padded. Tensors given are contiguous,
@@ -123,7 +127,8 @@ class LevelCollectives:
         self._weights, self._gradients = (
             _Direction(name, topology, [] if threaded else failed, threaded) for name in ("weights", "gradients")
         )
-        self._read: Callable[[], None] | None = None  # waits until all of a pair have read what gathers out of memory were of
+        # each waits until all of a pair have read what gathers out of memory, or reductions, were of
+        self._read = self._summed = _nothing_to_wait_for
         order = topology.order
         self._by_rank = sorted(range(len(order)), key=order.__getitem__)
 
@@ -169,12 +174,26 @@ class LevelCollectives:
         self._read = self._weights.issue(copy, self._weights.hops((Level.PAIR,), _met), lambda _: None, what).wait
         return issued
 
-    def reduce(self, rows: torch.Tensor, quantizer: Quantizer | None = None, what: str = "") -> Issued[torch.Tensor]:
+    def reduce(
+        self, rows: torch.Tensor, quantizer: Quantizer | None = None, what: str = "", memory: HostMemory | None = None
+    ) -> Issued[torch.Tensor]:
         """From this rank's terms of all chunks, (W, S), to the sums over its node of the chunks of
         `topology.node_share_order(rank)`, (W/g, S). `rows`: ordered by `topology.order`, see `cut_into_chunks`. Hops: pair,
-        then node. With a quantizer the terms of each hop are rounded."""
-        hops = self._gradients.hops((Level.PAIR, Level.NODE), functools.partial(_scattered_sums, quantizer))
-        return self._gradients.issue(rows, hops, lambda sums: sums, what)
+        then node. With a quantizer the terms of each hop are rounded. `memory`: where rows may lie (`room`), the same on all
+        ranks."""
+        scattered = functools.partial(_scattered_sums, quantizer)
+        if memory is None or quantizer is not None or self._gradients.group(Level.PAIR) is None:
+            hops = self._gradients.hops((Level.PAIR, Level.NODE), scattered)
+            return self._gradients.issue(rows, hops, lambda sums: sums, what)
+        within = self._gradients.hops((Level.PAIR,), functools.partial(_summed_in_memory, memory))
+        across = self._gradients.hops((Level.NODE,), scattered) if self._gradients.group(Level.NODE) else []
+        issued = self._gradients.issue(rows, [*within, *across], lambda sums: sums, what)
+        self._summed = self._gradients.issue(rows, self._gradients.hops((Level.PAIR,), _met), lambda _: None, what).wait
+        return issued
+
+    def room(self, memory: HostMemory | None) -> Place:
+        """Where rows for `reduce` are made."""
+        return Place(memory, self._summed)
 
     def cross(
         self, node_share: torch.Tensor | Issued[torch.Tensor], quantizer: Quantizer | None = None, what: str = ""
@@ -245,8 +264,8 @@ class _Direction:
         """`hop` over each level that has several ranks, and `last` in its place over the last of them; over none, what is given
         stays as it is."""
         groups = [(level, group) for level in levels if (group := self.group(level)) is not None]
-        hops = [hop] * (len(groups) - 1) + [last or hop]
-        made = [(level, functools.partial(each, group)) for each, (level, group) in zip(hops, groups, strict=False)]
+        made = [(level, functools.partial(hop, group)) for level, group in groups[:-1]]
+        made += [(level, functools.partial(last or hop, group)) for level, group in groups[-1:]]
         return made or [(levels[0], list.pop)]
 
     def group(self, level: Level) -> ProcessGroup | None:
@@ -355,6 +374,16 @@ def _scattered_sums(quantizer: Quantizer | None, group: ProcessGroup, held: list
     return totals.to(dtype)
 
 
+def _summed_in_memory(memory: HostMemory, group: ProcessGroup, held: list[torch.Tensor]) -> torch.Tensor:
+    """As `_scattered_sums`, out of the host's memory where all ranks of the group have their rows there."""
+    rows = held.pop()
+    parts, count = memory.parts_of_all(rows, group), group.size()
+    if parts is None:
+        return _scattered_sums(None, group, [rows])
+    _received.num_bytes = rows.nbytes - rows.nbytes // count
+    return _sum([part.chunk(count)[group.rank()] for part in parts])
+
+
 def _in_bytes(hops: _Hops, quantizer: Quantizer | None) -> _Hops:
     """Hops that hand rows on as they are: of the rows rounded by `quantizer` ahead of the first, and read behind the last."""
     if quantizer is None or hops[0][1] is list.pop:
@@ -393,11 +422,11 @@ def tree_sum(terms: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
     return total
 
 
-def _sum(terms: torch.Tensor) -> torch.Tensor:
+def _sum(terms: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
     total = torch.empty_like(terms[0])
-    flat, rows = total.view(-1), terms.reshape(len(terms), -1)
+    flat, rows = total.view(-1), [each.reshape(-1) for each in terms]
     for first in range(0, flat.numel(), _PIECE_NUMEL):
-        pieces = rows[:, first : first + _PIECE_NUMEL]
+        pieces = [row[first : first + _PIECE_NUMEL] for row in rows]
         piece = pieces[0].to(torch.float32, copy=True)
         for each in pieces[1:]:
             piece += each
@@ -420,11 +449,17 @@ def clear_padding(share: torch.Tensor, numels: Sequence[int], rank: int, count: 
         shard[max(0, numel - rank * size) :] = 0
 
 
-def cut_into_chunks(tensors: Sequence[torch.Tensor], order: Sequence[int], divisor: int = 1) -> torch.Tensor:
+def cut_into_chunks(
+    tensors: Sequence[torch.Tensor],
+    order: Sequence[int],
+    divisor: int = 1,
+    place: Place = Place(None),  # noqa: B008
+) -> torch.Tensor:
     """Flat tensors, divided, as DeepSpeed partitions them over the ranks: (W, S), a row for each rank of `order`. A row has the
-    rank's shard of each tensor, one behind the other. Each tensor is padded with zeros to a multiple of W."""
+    rank's shard of each tensor, one behind the other. Each tensor is padded with zeros to a multiple of W. `place`: of the
+    rows."""
     sizes, first = shard_sizes([each.numel() for each in tensors], len(order)), tensors[0]
-    rows, divided_by = first.new_empty(len(order), sum(sizes)), divisor
+    rows, divided_by = place.new((len(order), sum(sizes)), first), divisor
     if first.device.type != "cpu":  # by a number GPUs multiply; in fp32, as 16 bits have no 257
         divided_by = torch.full((1,), divisor, dtype=torch.float32, device=first.device)
     for row, rank in zip(rows, order, strict=True):

@@ -8,7 +8,7 @@ Parameters of different dtypes go apart. See `schedule.levels`, [Note: levels], 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -147,7 +147,7 @@ class UnitLevels:
         sizes = [sum(padded(_part_bytes(group, self.topology)) for group in _by_dtype(params)) for params in kept]
         num_bytes = sum(sorted(sizes, reverse=True)[: round((self._settings.share or 0.0) * len(sizes))])
         if num_bytes:
-            self.memory = shared_by(self.topology.hops(Level.PAIR), num_values * num_bytes)
+            self.memory = shared_by(self.topology.hops(Level.PAIR), num_values * num_bytes, "copies")
 
     def close(self) -> None:
         """Give the memory of the copies back. Twice is harmless."""
@@ -354,11 +354,30 @@ def _by_dtype(params: Sequence[ZeroParam]) -> list[list[ZeroParam]]:
 
 
 class LevelReductions:
-    """Averages summed gradients over the ranks, first over those of a node, then over the nodes, as the `settings` say."""
+    """Averages summed gradients over the ranks, first over those of a node, then over the nodes, as the `settings` say.
+    `memory`: which a host's ranks share, where the terms lie that they add first; None: they send each other these."""
+
+    memory: HostMemory | None = None
 
     def __init__(self, settings: LevelSettings) -> None:
         self._topology, self._collectives = _open(settings)
         self.settings = settings
+
+    def share_memory(self, units: Iterable[Sequence[Sequence[ZeroParam]]], element_bytes: int) -> None:
+        """Have the terms of one unit at a time in memory that the ranks of a host share, if they can. `units`: of each the
+        parameters of its reductions. Collective."""
+        topology, (within, _) = self._topology, self._quantizers(())
+        if accelerator.device_name() != "cpu" or topology.pair == 1 or within is not None:
+            return
+        row = topology.world * element_bytes
+        sizes = (sum(padded(row * sum(map(zero_params.shard_numel, params))) for params in unit) for unit in units)
+        if num_bytes := max(sizes, default=0):
+            self.memory = shared_by(topology.hops(Level.PAIR), num_bytes, "gradients")
+
+    def close(self) -> None:
+        """Give the memory back. Twice is harmless."""
+        if self.memory is not None:
+            self.memory.close()
 
     def start(self, unit: Unit, sums: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """As `zero_optimizer.start_reduction`: `sums` are copied, and the function returned waits for this rank's share of
@@ -366,9 +385,9 @@ class LevelReductions:
         count, number = self._topology.world, ranks.rank()
         dtype, numels = sums[0].dtype, [total.numel() for total in sums]
         sizes = [-(-numel // count) for numel in numels]
-        rows = cut_into_chunks(sums, self._topology.order, count)
+        rows = cut_into_chunks(sums, self._topology.order, count, self._collectives.room(self.memory))
         within, across = self._quantizers(tuple(sizes))
-        summed = self._collectives.reduce(rows, within, f"{unit}REDUCE")
+        summed = self._collectives.reduce(rows, within, f"{unit}REDUCE", self.memory)
         issued = self._collectives.cross(summed, across, f"{unit}CROSS")
         del rows, summed
 

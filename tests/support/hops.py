@@ -14,7 +14,7 @@ from ds_vertical.distributed import levels
 HOPS: Final = {
     "SPREAD": ("_all_gathered", True),
     "FETCH": ("_read_in_memory", False),
-    "REDUCE": ("_scattered_sums", False),
+    "REDUCE": ("_summed_in_memory", False),
     "CROSS": ("_scattered_sums", True),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,14 +16,16 @@ from ds_vertical.distributed.host_memory import HostMemory
 
 @contextmanager
 def counted(shares: bool) -> Iterator[Counter[str]]:
-    """Counts, of the gathers in the block for which ranks have memory of the host, those "read" out of it and those "sent".
-    Behind the block "mapped" has the pieces that this process still has. Without `shares` the memory cannot be made."""
+    """Counts, of the gathers in the block for which ranks have memory of the host, those "read" out of it and those "sent", and
+    of the reductions those "summed" there and those "exchanged". Behind the block "mapped" has the pieces that this process
+    still has. Without `shares` the memory cannot be made."""
     found: Counter[str] = Counter()
     parts_of_all = HostMemory.parts_of_all
 
     def noted(memory: HostMemory, *given: Any) -> Any:
         parts = parts_of_all(memory, *given)
-        found["sent" if parts is None else "read"] += 1
+        of_weights = "weights" in threading.current_thread().name
+        found[("sent" if parts is None else "read") if of_weights else ("exchanged" if parts is None else "summed")] += 1
         return parts
 
     folder = host_memory._FOLDER if shares else Path("/nonexistent")

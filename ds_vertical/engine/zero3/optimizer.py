@@ -79,6 +79,8 @@ class VerticalStage3(ChunkedStage3):
         ranks.own_group(REDUCTIONS)  # not first where one rank's step has failed ahead of it
         if self._vertical.levels.are_on:
             self.level_reductions = LevelReductions(self._vertical.levels)
+            reduced = [self.reductions(unit) for unit in self.layer_map.units]
+            self.level_reductions.share_memory(reduced, self.gradient_accumulation_dtype.itemsize)
         early_share = 1.0 - self.timing.delay if self.timing.possible else 0.0
         chunks = make_chunks(self, early_share, self.timing.generations)
         share: StepShare = "delayed" if self.timing.final else "all"
@@ -244,6 +246,8 @@ class VerticalStage3(ChunkedStage3):
             finally_.callback(_rest, self.further_slots)
             finally_.callback(self.kernel.close)
             finally_.callback(self.gradients.close)
+            if self.level_reductions is not None:
+                finally_.callback(self.level_reductions.close)
             finally_.callback(self.pipeline.close)
             if is_first and self.live.failure is None and not self.live.apart and not self.live.is_inside:
                 self.flush_state()
