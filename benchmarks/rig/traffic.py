@@ -18,8 +18,8 @@ def scheduled_bytes(engine: Any) -> dict[str, int]:
     """Bytes of the last step of a vertical engine, with the padding of shards: `gathered` counts the full parameters that it
     gathered over all ranks, `reduced` the full gradients that it reduced over all ranks; `spread` and `crossed` count those
     that it sent between nodes instead, quantised or not, `gathered_within` and `reduced_within` those that it then gathered and
-    reduced over the ranks of a node, which send each other nothing of copies that they have in shared memory. A step of two
-    halves has sent what its last one has sent, twice."""
+    reduced over the ranks of a node, which send each other nothing of what they have in shared memory. A step of two halves has
+    sent what its last one has sent, twice."""
     found = _scheduled(engine)
     return {name: count * (1 if engine.vertical.acco is None else 2) for name, count in found.items()}
 
@@ -39,7 +39,7 @@ def _scheduled(engine: Any) -> dict[str, int]:
             found[kind] += sum(_full_bytes([param], param.element_size()) for param in params)
         elif event.op.name == "REDUCE" and not over_nodes:
             found["reduced"] += _full_bytes(trained, _FP32_BYTES)
-        elif event.op.name == "REDUCE":
+        elif event.op.name == "REDUCE" and not engine.optimizer.shares_memory:
             bits = levels.gradient_bits[0] if levels.quantized_gradients else None
             found["reduced_within"] += _sent_bytes(trained, _FP32_BYTES, bits, levels.block)
         elif event.op.name == "SPREAD" and not over_nodes:
@@ -58,8 +58,8 @@ def _fetches_sent(engine: Any) -> dict[Any, list[bool]]:
     from ds_vertical.schedule.levels import arrivals
 
     copies, coming = engine.param_store.copies, arrivals(engine.ran.events, levels=engine.ran.copied is not None)
-    in_memory = copies is not None and copies.in_memory
-    return {unit: [not (in_memory and (a.from_copy or a.keeps)) for a in each] for unit, each in coming.items()}
+    shares = copies is not None and copies.shares_memory
+    return {unit: [not (shares and (a.from_copy or a.keeps)) for a in each] for unit, each in coming.items()}
 
 
 def _full_bytes(params: Sequence[Any], element_bytes: int) -> int:

@@ -294,7 +294,7 @@ class StandingCopies:
         self._issued: list[UnitGather] = []
 
     @property
-    def in_memory(self) -> bool:
+    def shares_memory(self) -> bool:
         """Whether the ranks of a host share memory for the copies that are kept."""
         return self._levels.memory is not None
 

@@ -290,9 +290,9 @@ class _Collectives:
     def reduce(self, event: Event) -> Job:
         """Over the node, or over all ranks."""
         elements, each = self._gradients(event)
-        hops = self._links("gradients", self._network.reduce(elements, each))
-        copied_s = self._lanes.host_copy_s(_SUM_COPIES * elements * each)
-        return (Stage("compute", "compute", copied_s), *hops) if hops and copied_s else hops
+        hops, adds = self._links("gradients", self._network.reduce(elements, each)), self._network.adds_in_memory
+        copied_s = self._lanes.host_copy_s((_SUM_COPIES + adds) * elements * each)
+        return (Stage("compute", "compute", copied_s), *hops) if (hops or adds) and copied_s else hops
 
     def cross(self, event: Event) -> Job:
         """Over the nodes."""

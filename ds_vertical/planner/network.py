@@ -26,7 +26,8 @@ each, c bytes come from each of the k - 1 others. So what the levels gain in byt
 
 [Note: memory of a node] On the CPU the ranks of a node have their parts of copies in memory that they share (`in_memory`;
 `distributed.host_memory`). Then what is gathered of a copy that is kept moves over no link. Each rank copies it, which counts
-as the copy of what has come into parameters.
+as the copy of what has come into parameters. What w ranks add first they add out of such memory, too, if it is not rounded
+(`sums_in_memory`): that counts as one more copy of the gradients.
 
 [Note: pairs] Where `pair_ranks` neighbours of a node have a faster link of their own (the two GCDs of a card on Frontier), a
 hop among them alone is on it, "net_pair". A hop of more ranks counts as on the node's links, also what it moves within pairs.
@@ -77,7 +78,7 @@ class Network:
     all-reduce. Bytes of an element on the way: `weight_bytes` (null: as in memory), `gradient_bytes` within a node and across
     (null: as they are summed). `copy_ranks`, `sum_ranks`: w and g of [Note: three levels] (null: the ranks of a node); w
     divides the ranks of a node and g, g divides all ranks, and is a part or a multiple of a node. `pair_ranks`: see
-    [Note: pairs]; they divide the ranks of a node. `in_memory`: see [Note: memory of a node].
+    [Note: pairs]; they divide the ranks of a node. `in_memory`, `sums_in_memory`: see [Note: memory of a node].
     """
 
     num_nodes: int = 1
@@ -92,6 +93,7 @@ class Network:
     stands: bool = False
     pair_ranks: int = 1
     in_memory: bool = False
+    sums_in_memory: bool = False
 
     def __post_init__(self) -> None:
         for key in ("num_nodes", "ranks_per_node", "pair_ranks"):
@@ -120,6 +122,11 @@ class Network:
     def reads_memory(self) -> bool:
         """Whether ranks read copies that are kept, and of which each has a part, in memory that they share."""
         return self.in_memory and self.w > 1
+
+    @property
+    def adds_in_memory(self) -> bool:
+        """Whether the terms of the first sums are in memory that their ranks share."""
+        return self.levels and self.sums_in_memory and self.w > 1 and self.gradient_bytes[0] is None
 
     @property
     def num_ranks(self) -> int:
@@ -169,7 +176,7 @@ class Network:
             return self._ring(self.num_ranks, 1, twice * elements * element_bytes / self.num_ranks)
         bits, (w, g) = self.gradient_bytes[0], (self.w, self.g)
         hops: tuple[Hop, ...] = ()
-        for width, stride in ((w, 1), (g // w, w)):
+        for width, stride in ((1 if self.adds_in_memory else w, 1), (g // w, w)):
             rounded = 0.0 if bits is None else 2 * elements * self.ranks_per_node / stride
             hops += self._each_to_each(width, stride, elements * (bits or element_bytes) / (width * stride), rounded)
         return hops

@@ -80,7 +80,7 @@ def run(folder: Path, case: str) -> str:
     return (folder / "rank0.log").read_text()
 
 
-@pytest.mark.parametrize("case", ["again", "elsewhere", "gone"])
+@pytest.mark.parametrize("case", ["again", "sums", "elsewhere", "gone"])
 def test_four_ranks(tmp_path: Path, case: str) -> None:
     assert "send each other copies" not in run(tmp_path, case)
 

@@ -276,6 +276,22 @@ def test_copies_that_are_kept_in_memory_of_the_node_move_over_no_link_and_are_co
         assert sweeps == [less, 0]
 
 
+def test_sums_in_memory_of_the_node_move_over_no_link_and_are_one_copy_more() -> None:
+    machine, network = replace(MACHINE, copy_host_bytes_per_s=1e6), replace(LEVELS, sums_in_memory=True)
+    events = training(network).events
+    costs = dict(zip(events, event_costs(events, machine, replace(SHAPE, network=network)), strict=True))
+    (added,) = costs[Event(Op.REDUCE, 0)][0]
+    assert (added.lane, added.purpose, added.seconds) == ("compute", "compute", pytest.approx(2 * 4000 / 1e6))
+    assert moved(LEVELS)["net_local"] - moved(network)["net_local"] == 6 * 2000
+    assert moved(LEVELS)["net_cross"] == moved(network)["net_cross"]
+    rounded = replace(network, gradient_bytes=(0.5, 0.5))
+    assert rounded.reduce(1000, 4) == replace(rounded, sums_in_memory=False).reduce(1000, 4)
+    flat = replace(network, levels=False)
+    assert flat.reduce(1000, 4) == FLAT.reduce(1000, 4)
+    pairs = replace(network, ranks_per_node=4, copy_ranks=2, sum_ranks=4)
+    assert pairs.reduce(1000, 4) == replace(pairs, sums_in_memory=False).reduce(1000, 4)[1:], "the second hop is sent"
+
+
 def test_one_node_and_one_rank() -> None:
     assert [hop.lane for hop in Network(1, 4).gather(1000, 2)] == ["net_local"]
     assert Network().gather(1000, 2) == () and Network().reduce(1000, 4) == ()

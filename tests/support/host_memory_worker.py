@@ -31,7 +31,7 @@ PART = 2 * NUMEL * 4  # bytes of a rank's part of a copy
 def opened(num_bytes: int) -> HostMemory | None:
     """The memory. Behind it no rank finds the file that this one has made or opened."""
     with mock.patch.object(host_memory, "_mapped", wraps=host_memory._mapped) as found:
-        memory = shared_by(PAIRS.hops(Level.PAIR), num_bytes)
+        memory = shared_by(PAIRS.hops(Level.PAIR), num_bytes, "copies")
     ranks.is_true_on_all_ranks(True)
     assert not any(call.args[0].exists() for call in found.call_args_list), "the file has no name any more"
     return memory
@@ -86,6 +86,33 @@ def copies_are_read_and_made_again() -> None:
     time.sleep(0.1)  # the lanes let go of their last jobs
     memory.close()
     assert mapped() == 0
+
+
+def terms_are_added_where_they_lie_with_the_bits_of_those_that_are_sent() -> None:
+    """Memory has room for the terms of one reduction. The next one is made while others may read the one before. Rank 1 has no
+    room in the last round but one."""
+    size = 4 * NUMEL * 4
+    memory, collectives, me = whole(host_memory.padded(size)), LevelCollectives(PAIRS), ranks.rank()
+    random.seed(me)
+    with mock.patch.object(levels, "_scattered_sums", wraps=levels._scattered_sums) as sent:
+        for step in range(ROUNDS):
+            taken = memory.take((1,), torch.uint8) if me == 1 and step == ROUNDS - 2 else None
+            sums = [torch.cat([chunk(me, unit, step) for unit in range(4)]).to(torch.bfloat16 if step % 2 else torch.float32)]
+            under_way = []
+            for _ in range(3):
+                rows = levels.cut_into_chunks(sums, PAIRS.order, 4, collectives.room(memory))
+                assert memory.has(rows) == (taken is None)
+                under_way.append(collectives.cross(collectives.reduce(rows, memory=memory)))
+                del rows
+                time.sleep(random.random() / 200)
+            given = levels.cut_into_chunks(sums, PAIRS.order, 4)
+            expected = collectives.cross(collectives.reduce(given)).wait()
+            assert all(torch.equal(each.wait(), expected) for each in under_way), step
+            collectives.room(memory).new((1,), sums[0])  # waits until all is read
+            del taken
+    in_pairs = [call for call in sent.call_args_list if call.args[1].size() == 2]
+    num_sent = 3 if me < 2 else 0  # of the round in which rank 1 has no room
+    assert len(in_pairs) == ROUNDS * (3 + 2) + num_sent  # each CROSS, and both hops of what is compared with
 
 
 def a_part_that_lies_elsewhere_is_sent() -> None:
@@ -145,6 +172,7 @@ def a_rank_that_is_gone_while_others_read_ends_them() -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
+    "sums": terms_are_added_where_they_lie_with_the_bits_of_those_that_are_sent,
     "again": copies_are_read_and_made_again,
     "elsewhere": a_part_that_lies_elsewhere_is_sent,
     "small": a_folder_that_is_too_small_is_told_and_left,
