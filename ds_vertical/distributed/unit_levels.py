@@ -357,22 +357,17 @@ class LevelReductions:
     """Averages summed gradients over the ranks, first over those of a node, then over the nodes, as the `settings` say.
     `memory`: which a host's ranks share, where the terms lie that they add first; None: they send each other these."""
 
-    memory: HostMemory | None = None
-
-    def __init__(self, settings: LevelSettings) -> None:
-        self._topology, self._collectives = _open(settings)
+    def __init__(self, settings: LevelSettings, units: Iterable[Sequence[Sequence[ZeroParam]]], dtype: torch.dtype) -> None:
+        """Has the terms of one unit at a time in that memory, if it can be. `units`: of each the parameters of its reductions;
+        `dtype`: of the sums. Collective."""
+        self._topology, self._collectives = topology, _ = _open(settings)
         self.settings = settings
-
-    def share_memory(self, units: Iterable[Sequence[Sequence[ZeroParam]]], element_bytes: int) -> None:
-        """Have the terms of one unit at a time in memory that the ranks of a host share, if they can. `units`: of each the
-        parameters of its reductions. Collective."""
-        topology, (within, _) = self._topology, self._quantizers(())
-        if accelerator.device_name() != "cpu" or topology.pair == 1 or within is not None:
-            return
-        row = topology.world * element_bytes
-        sizes = (sum(padded(row * sum(map(zero_params.shard_numel, params))) for params in unit) for unit in units)
-        if num_bytes := max(sizes, default=0):
-            self.memory = shared_by(topology.hops(Level.PAIR), num_bytes, "gradients")
+        self.memory: HostMemory | None = None
+        within, _ = self._quantizers(())
+        if accelerator.device_name() == "cpu" and topology.pair > 1 and within is None:
+            row = topology.world * dtype.itemsize
+            sizes = [sum(padded(row * sum(map(zero_params.shard_numel, params))) for params in unit) for unit in units]
+            self.memory = shared_by(topology.hops(Level.PAIR), max(sizes), "gradients") if any(sizes) else None
 
     def close(self) -> None:
         """Give the memory back. Twice is harmless."""
