@@ -49,7 +49,7 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class HostMemory:
+class SharedMemory:
     """This rank's view of memory that the ranks of a group share, see [Note: memory of a host]. `number`: this rank's in the
     group. Parts may be taken on one thread at a time, and given up on any."""
 
@@ -100,11 +100,11 @@ class HostMemory:
         return first if len(own) and 0 <= first <= len(own) - part.nbytes else _ELSEWHERE
 
 
-class Place:
+class PartPlace:
     """Where a rank puts what others are to read: in `memory`, if there is any, and room in it. `read`: waits until the ranks of
     the host have read what may lie there now."""
 
-    def __init__(self, memory: HostMemory | None, read: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, memory: SharedMemory | None, read: Callable[[], None] = lambda: None) -> None:
         self._memory = memory
         self._read = read
 
@@ -128,7 +128,7 @@ class Place:
 # ---- how it is made
 
 
-def shared_by(groups: Sequence[tuple[int, ...]], num_bytes: int, what: str) -> HostMemory | None:
+def shared_by(groups: Sequence[tuple[int, ...]], num_bytes: int, what: str) -> SharedMemory | None:
     """Memory that the ranks of each of the groups share, `num_bytes` for each rank. None, on all ranks, where it cannot be
     made; a line on rank 0 says why. Collective among all ranks. `groups`: has each rank once, and is the same on all;
     `what`: for the line."""
@@ -148,7 +148,7 @@ def shared_by(groups: Sequence[tuple[int, ...]], num_bytes: int, what: str) -> H
             path.unlink(missing_ok=True)
     told = next(((number, each) for number, each in enumerate(faults) if each), None)
     if told is None and mapped is not None:
-        return HostMemory(mapped, members.index(ranks.rank()), len(members))
+        return SharedMemory(mapped, members.index(ranks.rank()), len(members))
     number, why = told or (0, "")
     accelerator.log(
         f"ds_vertical: the ranks of a host send each other {what} that they could share in memory ({size / 2**20:.1f} MiB of"

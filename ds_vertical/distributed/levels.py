@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
-from ds_vertical.distributed.host_memory import HostMemory, Place
+from ds_vertical.distributed.host_memory import PartPlace, SharedMemory
 from ds_vertical.distributed.quantize import Quantizer
 from ds_vertical.distributed.topology import Level, Topology
 from ds_vertical.schedule.trace import Tracer, now
@@ -138,14 +138,14 @@ class LevelCollectives:
         self._weights.tracer = self._gradients.tracer = tracer
 
     def spread(
-        self, share: torch.Tensor, quantizer: Quantizer | None = None, what: str = "", memory: HostMemory | None = None
+        self, share: torch.Tensor, quantizer: Quantizer | None = None, what: str = "", memory: SharedMemory | None = None
     ) -> Issued[torch.Tensor]:
         """From this rank's own chunk (S elements) to its copy: the chunks of `topology.copy_order(rank)`, (W/w, S).
 
         With a quantizer each chunk is rounded once, by its owner, whose copy has the rounded values, too. The padding must be
         finite then, see `clear_padding`. The hop across nodes comes first. `memory`: where the copy is to lie, if it has room.
         """
-        place, levels = Place(memory, self._read), (Level.WORLD, Level.NODE)
+        place, levels = PartPlace(memory, self._read), (Level.WORLD, Level.NODE)
         last = None if quantizer is not None else functools.partial(_all_gathered, place=place)
         hops = _in_bytes(self._weights.hops(levels, _all_gathered, last), quantizer)
         return self._weights.issue(share.view(1, -1), hops, place.settled, what)
@@ -156,7 +156,7 @@ class LevelCollectives:
         quantizer: Quantizer | None = None,
         what: str = "",
         join: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list,
-        memory: HostMemory | None = None,
+        memory: SharedMemory | None = None,
     ) -> Issued[list[torch.Tensor]]:
         """From the copies of a pair to the whole unit: what `join` makes of the chunks of all W ranks, in the order of the
         ranks. `copy`: what `spread` gives, over or not. With a quantizer each chunk is rounded, whether it was before or not,
@@ -175,7 +175,7 @@ class LevelCollectives:
         return issued
 
     def reduce(
-        self, rows: torch.Tensor, quantizer: Quantizer | None = None, what: str = "", memory: HostMemory | None = None
+        self, rows: torch.Tensor, quantizer: Quantizer | None = None, what: str = "", memory: SharedMemory | None = None
     ) -> Issued[torch.Tensor]:
         """From this rank's terms of all chunks, (W, S), to the sums over its node of the chunks of
         `topology.node_share_order(rank)`, (W/g, S). `rows`: ordered by `topology.order`, see `cut_into_chunks`. Hops: pair,
@@ -191,9 +191,9 @@ class LevelCollectives:
         self._summed = self._gradients.issue(rows, self._gradients.hops((Level.PAIR,), _met), lambda _: None, what).wait
         return issued
 
-    def room(self, memory: HostMemory | None) -> Place:
+    def room(self, memory: SharedMemory | None) -> PartPlace:
         """Where rows for `reduce` are made."""
-        return Place(memory, self._summed)
+        return PartPlace(memory, self._summed)
 
     def cross(
         self, node_share: torch.Tensor | Issued[torch.Tensor], quantizer: Quantizer | None = None, what: str = ""
@@ -318,7 +318,7 @@ class _Direction:
 # ---- hops
 
 
-def _all_gathered(group: ProcessGroup, held: list[torch.Tensor], place: Place = Place(None)) -> torch.Tensor:  # noqa: B008
+def _all_gathered(group: ProcessGroup, held: list[torch.Tensor], place: PartPlace = PartPlace(None)) -> torch.Tensor:  # noqa: B008
     """The rows of all ranks of the group, in the order of the ranks, at `place`."""
     rows = held.pop()
     found = place.new((group.size() * len(rows), rows.shape[1]), rows)
@@ -327,7 +327,7 @@ def _all_gathered(group: ProcessGroup, held: list[torch.Tensor], place: Place = 
     return found
 
 
-def _read_in_memory(memory: HostMemory, found: _Rows, group: ProcessGroup, held: list[torch.Tensor]) -> torch.Tensor:
+def _read_in_memory(memory: SharedMemory, found: _Rows, group: ProcessGroup, held: list[torch.Tensor]) -> torch.Tensor:
     """Call `found` with the rows of all ranks of the group, in the order of the ranks: out of the host's memory, where all have
     theirs there. Returns this rank's rows."""
     rows = held.pop()
@@ -374,7 +374,7 @@ def _scattered_sums(quantizer: Quantizer | None, group: ProcessGroup, held: list
     return totals.to(dtype)
 
 
-def _summed_in_memory(memory: HostMemory, group: ProcessGroup, held: list[torch.Tensor]) -> torch.Tensor:
+def _summed_in_memory(memory: SharedMemory, group: ProcessGroup, held: list[torch.Tensor]) -> torch.Tensor:
     """As `_scattered_sums`, out of the host's memory where all ranks of the group have their rows there."""
     rows = held.pop()
     parts, count = memory.parts_of_all(rows, group), group.size()
@@ -453,7 +453,7 @@ def cut_into_chunks(
     tensors: Sequence[torch.Tensor],
     order: Sequence[int],
     divisor: int = 1,
-    place: Place = Place(None),  # noqa: B008
+    place: PartPlace = PartPlace(None),  # noqa: B008
 ) -> torch.Tensor:
     """Flat tensors, divided, as DeepSpeed partitions them over the ranks: (W, S), a row for each rank of `order`. A row has the
     rank's shard of each tensor, one behind the other. Each tensor is padded with zeros to a multiple of W. `place`: of the

@@ -18,7 +18,7 @@ from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.device_parts import DeviceParts, RestingPart
-from ds_vertical.distributed.host_memory import HostMemory, padded, shared_by
+from ds_vertical.distributed.host_memory import SharedMemory, padded, shared_by
 from ds_vertical.distributed.levels import Issued, LevelCollectives, clear_padding, cut_into_chunks, joined_chunks
 from ds_vertical.distributed.quantize import Quantizer
 from ds_vertical.distributed.topology import PAIR_KEY, Level, Topology, ranks_of_hosts, topology_of
@@ -123,7 +123,7 @@ class UnitLevels:
     device beside the host; None: there is none. `memory`: which a host's ranks share, where copies lie; None: each rank has its
     part in memory of its own."""
 
-    memory: HostMemory | None = None
+    memory: SharedMemory | None = None
 
     def __init__(self, settings: LevelSettings, tracer: Tracer, shard_of: ShardOf = zero_params.shard) -> None:
         self.topology, self._collectives = _open(settings)
@@ -282,7 +282,7 @@ class UnitLevels:
     # ---- details
 
     def _spread(
-        self, unit: Unit, params: Sequence[ZeroParam], shard_of: ShardOf, version: int, memory: HostMemory | None
+        self, unit: Unit, params: Sequence[ZeroParam], shard_of: ShardOf, version: int, memory: SharedMemory | None
     ) -> _Copy:
         """Start to make this rank's part of a copy, in `memory` if it can be; there the one before gives way."""
         groups, spread = _by_dtype(params), self._collectives.spread
@@ -362,7 +362,7 @@ class LevelReductions:
         `dtype`: of the sums. Collective."""
         self._topology, self._collectives = topology, _ = _open(settings)
         self.settings = settings
-        self.memory: HostMemory | None = None
+        self.memory: SharedMemory | None = None
         within, _ = self._quantizers(())
         if accelerator.device_name() == "cpu" and topology.pair > 1 and within is None:
             row = topology.world * dtype.itemsize

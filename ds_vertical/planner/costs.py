@@ -23,7 +23,7 @@ from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape, state_elements, state_read, state_written
-from ds_vertical.planner.network import Hop, Network, seconds_of
+from ds_vertical.planner.network import Hop, Network, adds_in_memory, reads_memory, seconds_of
 from ds_vertical.schedule.events import Event, Op
 from ds_vertical.schedule.levels import Arrival, arrivals
 from ds_vertical.types import PRE, SUF, TensorKind, Tier, Unit, check_share, per_tier
@@ -270,7 +270,7 @@ class _Collectives:
             return _Gathered(False, self._joined(event, network.gather(elements, shape.param_bytes)))
         if self._arrival(event).spreads:
             return _Gathered(False, ())
-        hops = self._joined(event, network.local_gather(elements, shape.param_bytes), network.reads_memory)
+        hops = self._joined(event, network.local_gather(elements, shape.param_bytes), reads_memory(network))
         return _Gathered(True, hops, () if network.stands else self._copied("copy_in", event))
 
     def spread(self, event: Event) -> Job:
@@ -280,7 +280,7 @@ class _Collectives:
         if event.ahead:
             return self._links("parameters", network.to_copy(*sent))
         keeps = self._last.get(event.layer, Arrival()).keeps
-        hops = self._joined(event, network.spread(*sent, kept=keeps), keeps and network.reads_memory)
+        hops = self._joined(event, network.spread(*sent, kept=keeps), keeps and reads_memory(network))
         return hops + (self._copied("copy_out", event) if keeps and not network.stands else ())
 
     def reads_to_spread(self, event: Event) -> bool:
@@ -290,7 +290,7 @@ class _Collectives:
     def reduce(self, event: Event) -> Job:
         """Over the node, or over all ranks."""
         elements, each = self._gradients(event)
-        hops, adds = self._links("gradients", self._network.reduce(elements, each)), self._network.adds_in_memory
+        hops, adds = self._links("gradients", self._network.reduce(elements, each)), adds_in_memory(self._network)
         copied_s = self._lanes.host_copy_s((_SUM_COPIES + adds) * elements * each)
         return (Stage("compute", "compute", copied_s), *hops) if (hops or adds) and copied_s else hops
 

@@ -119,16 +119,6 @@ class Network:
         return self.sum_ranks or self.ranks_per_node
 
     @property
-    def reads_memory(self) -> bool:
-        """Whether ranks read copies that are kept, and of which each has a part, in memory that they share."""
-        return self.in_memory and self.w > 1
-
-    @property
-    def adds_in_memory(self) -> bool:
-        """Whether the terms of the first sums are in memory that their ranks share."""
-        return self.levels and self.sums_in_memory and self.w > 1 and self.gradient_bytes[0] is None
-
-    @property
     def num_ranks(self) -> int:
         """Of all nodes."""
         return self.num_nodes * self.ranks_per_node
@@ -149,14 +139,13 @@ class Network:
         """A FETCH over all ranks at once."""
         return self._ring(self.num_ranks, 1, elements * element_bytes / self.num_ranks)
 
-    def local_gather(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
-        """A FETCH from the copies of a node's ranks, where these are kept."""
-        return () if self.reads_memory else self._sent_within(elements, element_bytes)
+    def local_gather(self, elements: float, element_bytes: float, kept: bool = True) -> tuple[Hop, ...]:
+        """A FETCH from the copies of a node's ranks, which are `kept` or not."""
+        return () if kept and reads_memory(self) else self._ring(self.w, 1, elements * element_bytes / self.w)
 
     def spread(self, elements: float, element_bytes: float, kept: bool = False) -> tuple[Hop, ...]:
         """A SPREAD: to the copy, which is `kept` or not, then to the whole unit out of it."""
-        gather = self.local_gather if kept else self._sent_within
-        return self.to_copy(elements, element_bytes) + gather(elements, element_bytes)
+        return self.to_copy(elements, element_bytes) + self.local_gather(elements, element_bytes, kept)
 
     def to_copy(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
         """What of a SPREAD makes the copy. A rank rounds its own part, and reads its copy."""
@@ -165,10 +154,6 @@ class Network:
         hops = self._ring(self.num_ranks // g, g, sent / self.num_ranks) + self._ring(g // w, w, sent / g)
         return (*(replace(hop, rounded=rounded) for hop in hops[:1]), *hops[1:])
 
-    def _sent_within(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
-        """To the whole unit out of copies whose parts the ranks send each other."""
-        return self._ring(self.w, 1, elements * element_bytes / self.w)
-
     def reduce(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
         """A REDUCE: over the node with two levels, else over all ranks."""
         if not self.levels:
@@ -176,7 +161,7 @@ class Network:
             return self._ring(self.num_ranks, 1, twice * elements * element_bytes / self.num_ranks)
         bits, (w, g) = self.gradient_bytes[0], (self.w, self.g)
         hops: tuple[Hop, ...] = ()
-        for width, stride in ((1 if self.adds_in_memory else w, 1), (g // w, w)):
+        for width, stride in ((1 if adds_in_memory(self) else w, 1), (g // w, w)):
             rounded = 0.0 if bits is None else 2 * elements * self.ranks_per_node / stride
             hops += self._each_to_each(width, stride, elements * (bits or element_bytes) / (width * stride), rounded)
         return hops
@@ -192,7 +177,7 @@ class Network:
         """The hops of all FETCHes of a sweep, of so many elements; `again`: they have been fetched in the sweep before."""
         if not self.levels:
             return self.gather(elements, element_bytes)
-        copied = self.copy_share * elements if again or self.reads_memory else 0.0
+        copied = self.copy_share * elements if again or reads_memory(self) else 0.0
         of_copies = self.local_gather(copied, element_bytes) if again else self.spread(copied, element_bytes, kept=True)
         return self.spread(elements - copied, element_bytes) + of_copies
 
@@ -211,6 +196,16 @@ class Network:
         lane = "net_local" if near < width else _near_lane(self.pair_ranks, width * stride)
         first = _hop(lane, within, within * ranks, rounded)
         return first + _hop("net_cross", across, across, 0.0 if first else rounded)
+
+
+def reads_memory(network: Network) -> bool:
+    """Whether ranks read copies that are kept, and of which each has a part, in memory that they share."""
+    return network.in_memory and network.w > 1
+
+
+def adds_in_memory(network: Network) -> bool:
+    """Whether the terms of the first sums are in memory that their ranks share."""
+    return network.levels and network.sums_in_memory and network.w > 1 and network.gradient_bytes[0] is None
 
 
 def is_rounded(network: Network) -> bool:

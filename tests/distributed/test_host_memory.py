@@ -13,11 +13,11 @@ import torch
 from processes import start_ranks
 
 from ds_vertical.distributed import host_memory
-from ds_vertical.distributed.host_memory import HostMemory, Place
+from ds_vertical.distributed.host_memory import PartPlace, SharedMemory
 
 
-def of_one_rank(num_bytes: int) -> HostMemory:
-    return HostMemory(torch.zeros(host_memory._HEAD + num_bytes, dtype=torch.uint8), 0, 1)
+def of_one_rank(num_bytes: int) -> SharedMemory:
+    return SharedMemory(torch.zeros(host_memory._HEAD + num_bytes, dtype=torch.uint8), 0, 1)
 
 
 def test_what_is_given_up_makes_room_for_the_next_part_of_its_size() -> None:
@@ -64,13 +64,13 @@ def test_where_there_is_no_room_a_part_lies_elsewhere_behind_what_may_be_read() 
         waited.append(len(held))
         held.clear()
 
-    place, part = Place(memory, read), torch.ones(8, dtype=torch.int64)
+    place, part = PartPlace(memory, read), torch.ones(8, dtype=torch.int64)
     settled = place.settled(part)
     assert waited == [1] and memory.has(settled) and torch.equal(settled, part)
     assert place.settled(settled) is settled and waited == [1]
     other = place.settled(part)
     assert waited == [1, 0] and not memory.has(other) and torch.equal(other, part)
-    assert Place(None).settled(part) is part
+    assert PartPlace(None).settled(part) is part
 
 
 def run(folder: Path, case: str) -> str:

@@ -19,7 +19,7 @@ import torch
 from ds_vertical.compat.accelerator import init_distributed
 from ds_vertical.compat.ops import cache
 from ds_vertical.distributed import host_memory, levels, ranks
-from ds_vertical.distributed.host_memory import HostMemory, shared_by
+from ds_vertical.distributed.host_memory import SharedMemory, shared_by
 from ds_vertical.distributed.levels import LevelCollectives
 from ds_vertical.distributed.topology import Level, Topology
 
@@ -28,7 +28,7 @@ UNITS, ROUNDS, NUMEL = 3, 12, 3000  # elements of a rank's chunk
 PART = 2 * NUMEL * 4  # bytes of a rank's part of a copy
 
 
-def opened(num_bytes: int) -> HostMemory | None:
+def opened(num_bytes: int) -> SharedMemory | None:
     """The memory. Behind it no rank finds the file that this one has made or opened."""
     with mock.patch.object(host_memory, "_mapped", wraps=host_memory._mapped) as found:
         memory = shared_by(PAIRS.hops(Level.PAIR), num_bytes, "copies")
@@ -37,7 +37,7 @@ def opened(num_bytes: int) -> HostMemory | None:
     return memory
 
 
-def whole(num_bytes: int) -> HostMemory:
+def whole(num_bytes: int) -> SharedMemory:
     memory = opened(num_bytes)
     assert memory is not None and mapped() == 1
     return memory

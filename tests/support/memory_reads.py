@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from ds_vertical.distributed import host_memory
-from ds_vertical.distributed.host_memory import HostMemory
+from ds_vertical.distributed.host_memory import SharedMemory
 
 
 @contextmanager
@@ -20,15 +20,15 @@ def counted(shares: bool) -> Iterator[Counter[str]]:
     of the reductions those "summed" there and those "exchanged". Behind the block "mapped" has the pieces that this process
     still has. Without `shares` the memory cannot be made."""
     found: Counter[str] = Counter()
-    parts_of_all = HostMemory.parts_of_all
+    parts_of_all = SharedMemory.parts_of_all
 
-    def noted(memory: HostMemory, *given: Any) -> Any:
+    def noted(memory: SharedMemory, *given: Any) -> Any:
         parts = parts_of_all(memory, *given)
         of_weights = "weights" in threading.current_thread().name
         found[("sent" if parts is None else "read") if of_weights else ("exchanged" if parts is None else "summed")] += 1
         return parts
 
     folder = host_memory._FOLDER if shares else Path("/nonexistent")
-    with mock.patch.object(HostMemory, "parts_of_all", noted), mock.patch.object(host_memory, "_FOLDER", folder):
+    with mock.patch.object(SharedMemory, "parts_of_all", noted), mock.patch.object(host_memory, "_FOLDER", folder):
         yield found
     found["mapped"] = Path("/proc/self/maps").read_text().count("/dev/shm/ds_vertical.")
