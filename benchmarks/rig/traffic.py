@@ -18,7 +18,8 @@ def scheduled_bytes(engine: Any) -> dict[str, int]:
     """Bytes of the last step of a vertical engine, with the padding of shards: `gathered` counts the full parameters that it
     gathered over all ranks, `reduced` the full gradients that it reduced over all ranks; `spread` and `crossed` count those
     that it sent between nodes instead, quantised or not, `gathered_within` and `reduced_within` those that it then gathered and
-    reduced over the ranks of a node. A step of two halves has sent what its last one has sent, twice."""
+    reduced over the ranks of a node, which send each other nothing of what they have in shared memory. A step of two halves has
+    sent what its last one has sent, twice."""
     found = _scheduled(engine)
     return {name: count * (1 if engine.vertical.acco is None else 2) for name, count in found.items()}
 
@@ -27,15 +28,18 @@ def _scheduled(engine: Any) -> dict[str, int]:
     found = dict.fromkeys(_KINDS, 0)
     one_level, levels = engine.ran.copied is None, engine.vertical.levels
     over_nodes = levels.ranks_per_node > 1  # else copies are of single ranks
+    sent = _fetches_sent(engine)
     for event in engine.ran.events:
         params = engine.layers.units.get(event.layer, ())
         trained = [param for param in params if param.requires_grad]
         if event.op.name == "FETCH" and (one_level or over_nodes) and not event.ahead:  # one ahead is read, not gathered yet
             kind = "gathered" if one_level else "gathered_within"
+            if not sent[event.layer].pop(0):
+                continue
             found[kind] += sum(_full_bytes([param], param.element_size()) for param in params)
         elif event.op.name == "REDUCE" and not over_nodes:
             found["reduced"] += _full_bytes(trained, _FP32_BYTES)
-        elif event.op.name == "REDUCE":
+        elif event.op.name == "REDUCE" and not engine.optimizer.shares_memory:
             bits = levels.gradient_bits[0] if levels.quantized_gradients else None
             found["reduced_within"] += _sent_bytes(trained, _FP32_BYTES, bits, levels.block)
         elif event.op.name == "SPREAD" and not over_nodes:
@@ -47,6 +51,15 @@ def _scheduled(engine: Any) -> dict[str, int]:
             bits = levels.gradient_bits[1] if levels.quantized_gradients else None
             found["crossed"] += _sent_bytes(trained, _FP32_BYTES, bits, levels.block)
     return found
+
+
+def _fetches_sent(engine: Any) -> dict[Any, list[bool]]:
+    """By unit, of each of the step's FETCHes whether anything is sent for it."""
+    from ds_vertical.schedule.levels import arrivals
+
+    copies, coming = engine.param_store.copies, arrivals(engine.ran.events, levels=engine.ran.copied is not None)
+    shares = copies is not None and copies.shares_memory
+    return {unit: [not (shares and (a.from_copy or a.keeps)) for a in each] for unit, each in coming.items()}
 
 
 def _full_bytes(params: Sequence[Any], element_bytes: int) -> int:

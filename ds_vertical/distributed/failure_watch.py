@@ -26,9 +26,8 @@ from types import TracebackType
 from typing import Final, NoReturn
 
 from ds_vertical.distributed.failure_log import FailureLog, RankReport
-from ds_vertical.distributed.host_beats import HostBeats
+from ds_vertical.distributed.host_beats import HostBeats, Listener
 from ds_vertical.distributed.host_peers import HostPeers, Store
-from ds_vertical.distributed.host_probe import Listener
 from ds_vertical.errors import OtherRankError, Unanimous
 
 POLL_S: Final = 0.2

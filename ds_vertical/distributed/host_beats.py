@@ -6,7 +6,9 @@ takes a host for lost when the host's number stands still. The other ranks read 
 rank 0's host by themselves: it is lost when the store does not answer.
 
 [Note: stopped ranks] A host whose ranks are all stopped (by a debugger, say) is silent, too. So a silent host is asked once
-more before it counts as lost: see `host_probe`. If it answers, it has STOPPED_S to go on.
+more before it counts as lost. If it answers, it has STOPPED_S to go on. Each rank listens on a socket. A rank that stands in a
+debugger sends no heartbeat, but the kernel still completes connections to its socket. Where the ranks have been killed the
+kernel refuses them, and where the host is down nobody answers.
 
 [Note: a patient clock] A process that was stopped for a while (by a debugger, or with its whole machine) has heard nothing
 meanwhile, although no host was silent. So the clock here goes on only at a tick of the watch, and by a second at most.
@@ -16,12 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import time
-from collections.abc import Collection, Iterator
+import weakref
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
-from ds_vertical.distributed import host_probe
 from ds_vertical.distributed.failure_log import RankReport
 from ds_vertical.distributed.host_peers import Store
 from ds_vertical.io.runs.this_host import host_id
@@ -30,9 +33,12 @@ BEAT_S: Final = 1.0
 SILENCE_S: Final = 10.0  # of silence, and a host is lost; a link that comes back within 5 s is used again 1 to 4 s later
 DOUBT_S: Final = 3.0  # the same once a collective has failed: its connections are closed already
 STOPPED_S: Final = 600.0  # of silence, where the host's kernel still answers for its ranks
+PROBE_S: Final = 1.0  # to wait for an answer
+_BACKLOG: Final = 1024  # connections that wait for a stopped process: more than come while it may be stopped
 _ASK_S: Final = 5.0  # from one question to the next
 _TICK_S: Final = 1.0
 _ALWAYS: Final = 1 << 62  # a section that is never settled
+Address = tuple[str, int]
 
 
 class HostBeats:
@@ -43,15 +49,13 @@ class HostBeats:
     `listener`: shows other hosts that this process is there; None: they do not ask.
     """
 
-    def __init__(
-        self, store: Store, rank: int, world_size: int, host: str = "", listener: host_probe.Listener | None = None
-    ) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, host: str = "", listener: Listener | None = None) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._host = host or host_id()
         self._listener = listener
-        self._addresses: dict[str, list[host_probe.Address]] = {}  # by host
+        self._addresses: dict[str, list[Address]] = {}  # by host
         self._stopped: dict[str, tuple[float, float]] = {}  # by silent host: when it was first asked, and when it last answered
         self._introduced = False
         self.hosts: list[str] = []
@@ -154,7 +158,7 @@ class HostBeats:
         first, last = self._stopped.get(host, (self._clock, -_ASK_S))
         if self._clock - last < _ASK_S:
             return True
-        if self._clock - first > STOPPED_S or not host_probe.any_answers(self._addresses.get(host, ())):
+        if self._clock - first > STOPPED_S or not any_answers(self._addresses.get(host, ())):
             return False
         self._stopped[host] = first, self._clock
         return True
@@ -170,3 +174,62 @@ class HostBeats:
             " or all its processes have been killed"
         )
         return [RankReport(rank, "lost", _ALWAYS, "", text) for rank in ranks]
+
+
+# ---- whether a host that says nothing still has ranks of ours
+
+
+class Listener:
+    """A socket on which this process listens, at the address that faces rank 0's host. `address`: None where that cannot be
+    told, or nothing can be opened there."""
+
+    def __init__(self) -> None:
+        self.address: Address | None = None
+        self._socket: socket.socket | None = None
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            family, *_, there = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as route:
+                route.connect(there)  # sends nothing
+                own = route.getsockname()[0]
+            self._socket = socket.create_server((own, 0), family=family, backlog=_BACKLOG)
+            self._socket.setblocking(False)
+            self.address = own, self._socket.getsockname()[1]
+        _open.add(self)
+
+    def take(self) -> None:
+        """Close what has been connected since the last call."""
+        with contextlib.suppress(OSError):
+            while self._socket is not None:
+                self._socket.accept()[0].close()
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+_open: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child that outlives a rank is no rank."""
+    for listener in list(_open):
+        listener.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def any_answers(addresses: Iterable[Address]) -> bool:
+    """Whether a process listens at one of a host's addresses. Takes PROBE_S at most where the host is down."""
+    for address in addresses:
+        try:
+            socket.create_connection(address, PROBE_S).close()
+        except TimeoutError:
+            return False  # the host is down, whatever the process
+        except OSError:
+            continue
+        return True
+    return False

@@ -17,8 +17,8 @@ over g/w, then over W/g. So the bits of a sum depend on the topology's numbers a
 given included, on top of which gloo holds a gather's result once more while the gather is under way:
 
 - spread: P/W of the share and P/w of the copy; where g/w > 1, P g/(w W) of the first hop too.
-- gather: P/w of the copy and P.
-- reduce: 2 P, while the first hop's terms are exchanged; then P and P/w.
+- gather: P/w of the copy and P, and what the chunks are joined to. Out of a host's memory: P/w, and what they are joined to.
+- reduce: 2 P, while the first hop's terms are exchanged; then P and P/w, as out of a host's memory from the start.
 - cross: 2 P/g, then P/g and P/W.
 
 With a quantizer what is sent and received has bits/8 bytes an element, and 4 bytes a block. Sums of its terms are in fp32 then.
@@ -38,6 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
+from ds_vertical.distributed.host_memory import PartPlace, SharedMemory
 from ds_vertical.distributed.quantize import Quantizer
 from ds_vertical.distributed.topology import Level, Topology
 from ds_vertical.schedule.trace import Tracer, now
@@ -45,9 +46,6 @@ from ds_vertical.schedule.trace import Tracer, now
 T = TypeVar("T")
 
 _PIECE_NUMEL: Final = 1 << 17  # of a sum: what is added in fp32 at a time
-
-# under its name in torch 2.13, or in those before
-_ALL_GATHER: Final = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 
 _RESOURCES: Final = {Level.PAIR: "net_local", Level.NODE: "net_local", Level.WORLD: "net_cross"}  # of traces
 
@@ -70,6 +68,8 @@ _received = _Received()
 # A hop takes its argument out of a list, so that nobody else keeps the memory, and returns the next hop's.
 _Hop = Callable[[list[torch.Tensor]], torch.Tensor]
 _Hops = Sequence[tuple[Level, _Hop]]
+_GroupHop = Callable[[ProcessGroup, list[torch.Tensor]], torch.Tensor]
+_Rows = Callable[[Sequence[torch.Tensor] | torch.Tensor], None]
 
 
 class Issued(Generic[T]):
@@ -110,6 +110,10 @@ class Issued(Generic[T]):
         self._over.set()
 
 
+def _nothing_to_wait_for() -> None:
+    """Nothing in memory of a host was read so far."""
+
+
 class LevelCollectives:
     """See [Note: lanes] and [Note: bytes]. Made on all ranks together. Chunks are ordered by `topology.order`. S is the
     elements of a chunk: a rank's shards of all parameters of a unit, which DeepSpeed has padded. Tensors given are contiguous,
@@ -123,6 +127,8 @@ class LevelCollectives:
         self._weights, self._gradients = (
             _Direction(name, topology, [] if threaded else failed, threaded) for name in ("weights", "gradients")
         )
+        # each waits until all of a pair have read what gathers out of memory, or reductions, were of
+        self._read = self._summed = _nothing_to_wait_for
         order = topology.order
         self._by_rank = sorted(range(len(order)), key=order.__getitem__)
 
@@ -131,30 +137,63 @@ class LevelCollectives:
         another one as work of "net_cross"."""
         self._weights.tracer = self._gradients.tracer = tracer
 
-    def spread(self, share: torch.Tensor, quantizer: Quantizer | None = None, what: str = "") -> Issued[torch.Tensor]:
+    def spread(
+        self, share: torch.Tensor, quantizer: Quantizer | None = None, what: str = "", memory: SharedMemory | None = None
+    ) -> Issued[torch.Tensor]:
         """From this rank's own chunk (S elements) to its copy: the chunks of `topology.copy_order(rank)`, (W/w, S).
 
         With a quantizer each chunk is rounded once, by its owner, whose copy has the rounded values, too. The padding must be
-        finite then, see `clear_padding`. The hop across nodes comes first.
+        finite then, see `clear_padding`. The hop across nodes comes first. `memory`: where the copy is to lie, if it has room.
         """
-        hops = self._weights.hops((Level.WORLD, Level.NODE), _all_gathered)
-        return self._weights.issue(share.view(1, -1), _in_bytes(hops, quantizer), lambda copy: copy, what)
+        place, levels = PartPlace(memory, self._read), (Level.WORLD, Level.NODE)
+        last = None if quantizer is not None else functools.partial(_all_gathered, place=place)
+        hops = _in_bytes(self._weights.hops(levels, _all_gathered, last), quantizer)
+        return self._weights.issue(share.view(1, -1), hops, place.settled, what)
 
     def gather(
-        self, copy: torch.Tensor | Issued[torch.Tensor], quantizer: Quantizer | None = None, what: str = ""
+        self,
+        copy: torch.Tensor | Issued[torch.Tensor],
+        quantizer: Quantizer | None = None,
+        what: str = "",
+        join: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list,
+        memory: SharedMemory | None = None,
     ) -> Issued[list[torch.Tensor]]:
-        """From the copies of a pair to the whole unit: the chunks of all W ranks, in the order of the ranks (views of one flat
-        tensor). `copy`: what `spread` gives, over or not. With a quantizer each chunk is rounded, whether it was before or
-        not, in the same way on all ranks."""
-        hops = _in_bytes(self._weights.hops((Level.PAIR,), _all_gathered), quantizer)
-        return self._weights.issue(copy, hops, lambda chunks: [chunks[place] for place in self._by_rank], what)
+        """From the copies of a pair to the whole unit: what `join` makes of the chunks of all W ranks, in the order of the
+        ranks. `copy`: what `spread` gives, over or not. With a quantizer each chunk is rounded, whether it was before or not,
+        in the same way on all ranks. `memory`: where copies may lie, the same on all ranks; `join` then leaves no chunk."""
 
-    def reduce(self, rows: torch.Tensor, quantizer: Quantizer | None = None, what: str = "") -> Issued[torch.Tensor]:
+        def joined(chunks: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+            return join([chunks[place] for place in self._by_rank])
+
+        if memory is None or quantizer is not None or self._weights.group(Level.PAIR) is None:
+            hops = _in_bytes(self._weights.hops((Level.PAIR,), _all_gathered), quantizer)
+            return self._weights.issue(copy, hops, joined, what)
+        made: list[list[torch.Tensor]] = []
+        reads = functools.partial(_read_in_memory, memory, lambda chunks: made.append(joined(chunks)))
+        issued = self._weights.issue(copy, self._weights.hops((Level.PAIR,), reads), lambda _: made.pop(), what)
+        self._read = self._weights.issue(copy, self._weights.hops((Level.PAIR,), _met), lambda _: None, what).wait
+        return issued
+
+    def reduce(
+        self, rows: torch.Tensor, quantizer: Quantizer | None = None, what: str = "", memory: SharedMemory | None = None
+    ) -> Issued[torch.Tensor]:
         """From this rank's terms of all chunks, (W, S), to the sums over its node of the chunks of
         `topology.node_share_order(rank)`, (W/g, S). `rows`: ordered by `topology.order`, see `cut_into_chunks`. Hops: pair,
-        then node. With a quantizer the terms of each hop are rounded."""
-        hops = self._gradients.hops((Level.PAIR, Level.NODE), functools.partial(_scattered_sums, quantizer))
-        return self._gradients.issue(rows, hops, lambda sums: sums, what)
+        then node. With a quantizer the terms of each hop are rounded. `memory`: where rows may lie (`room`), the same on all
+        ranks."""
+        scattered = functools.partial(_scattered_sums, quantizer)
+        if memory is None or quantizer is not None or self._gradients.group(Level.PAIR) is None:
+            hops = self._gradients.hops((Level.PAIR, Level.NODE), scattered)
+            return self._gradients.issue(rows, hops, lambda sums: sums, what)
+        within = self._gradients.hops((Level.PAIR,), functools.partial(_summed_in_memory, memory))
+        across = self._gradients.hops((Level.NODE,), scattered) if self._gradients.group(Level.NODE) else []
+        issued = self._gradients.issue(rows, [*within, *across], lambda sums: sums, what)
+        self._summed = self._gradients.issue(rows, self._gradients.hops((Level.PAIR,), _met), lambda _: None, what).wait
+        return issued
+
+    def room(self, memory: SharedMemory | None) -> PartPlace:
+        """Where rows for `reduce` are made."""
+        return PartPlace(memory, self._summed)
 
     def cross(
         self, node_share: torch.Tensor | Issued[torch.Tensor], quantizer: Quantizer | None = None, what: str = ""
@@ -221,12 +260,16 @@ class _Direction:
         self.tracer = Tracer()
         self._failed = failed
 
-    def hops(self, levels: Sequence[Level], hop: Callable[[ProcessGroup, list[torch.Tensor]], torch.Tensor]) -> _Hops:
-        """`hop` over each level that has several ranks; over none, what is given stays as it is."""
-        groups = [(level, group) for level in levels if (group := self._group(level)) is not None]
-        return [(level, functools.partial(hop, group)) for level, group in groups] or [(levels[0], list.pop)]
+    def hops(self, levels: Sequence[Level], hop: _GroupHop, last: _GroupHop | None = None) -> _Hops:
+        """`hop` over each level that has several ranks, and `last` in its place over the last of them; over none, what is given
+        stays as it is."""
+        groups = [(level, group) for level in levels if (group := self.group(level)) is not None]
+        made = [(level, functools.partial(hop, group)) for level, group in groups[:-1]]
+        made += [(level, functools.partial(last or hop, group)) for level, group in groups[-1:]]
+        return made or [(levels[0], list.pop)]
 
-    def _group(self, level: Level) -> ProcessGroup | None:
+    def group(self, level: Level) -> ProcessGroup | None:
+        """The ranks of this one's hop of a level; None where it is by itself."""
         if self.mesh is None or level.value not in (self.mesh.mesh_dim_names or ()):
             return None
         return self.mesh.get_group(level.value)
@@ -255,7 +298,7 @@ class _Direction:
                 start = now()
                 with torch.no_grad():  # a thread has a mode of its own
                     moved = hop(held)
-                if hop is not list.pop:
+                if _moves(hop):
                     self.tracer.span(_RESOURCES[level], issued.what, start, now(), _received.num_bytes)
                 if rest:
                     self._enter(issued, [moved].pop, rest)
@@ -275,13 +318,34 @@ class _Direction:
 # ---- hops
 
 
-def _all_gathered(group: ProcessGroup, held: list[torch.Tensor]) -> torch.Tensor:
-    """The rows of all ranks of the group, in the order of the ranks."""
+def _all_gathered(group: ProcessGroup, held: list[torch.Tensor], place: PartPlace = PartPlace(None)) -> torch.Tensor:  # noqa: B008
+    """The rows of all ranks of the group, in the order of the ranks, at `place`."""
     rows = held.pop()
-    found = rows.new_empty(group.size() * len(rows), rows.shape[1])
+    found = place.new((group.size() * len(rows), rows.shape[1]), rows)
     _received.num_bytes = found.nbytes - rows.nbytes
-    _ALL_GATHER(found.view(torch.uint8), rows.view(torch.uint8), group=group)
+    ranks.ALL_GATHER(found.view(torch.uint8), rows.view(torch.uint8), group=group)
     return found
+
+
+def _read_in_memory(memory: SharedMemory, found: _Rows, group: ProcessGroup, held: list[torch.Tensor]) -> torch.Tensor:
+    """Call `found` with the rows of all ranks of the group, in the order of the ranks: out of the host's memory, where all have
+    theirs there. Returns this rank's rows."""
+    rows = held.pop()
+    parts = memory.parts_of_all(rows, group)
+    _received.num_bytes = (group.size() - 1) * rows.nbytes
+    found(_all_gathered(group, [rows]) if parts is None else [row for part in parts for row in part])
+    return rows
+
+
+def _met(group: ProcessGroup, held: list[torch.Tensor]) -> torch.Tensor:
+    """This rank's rows, which none of the group reads any more."""
+    torch.distributed.barrier(group=group)
+    return held.pop()
+
+
+def _moves(hop: _Hop) -> bool:
+    """Whether a hop brings this rank anything."""
+    return hop is not list.pop and not (isinstance(hop, functools.partial) and hop.func is _met)
 
 
 def _exchanged(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -308,6 +372,16 @@ def _scattered_sums(quantizer: Quantizer | None, group: ProcessGroup, held: list
     for each in others:
         quantizer.add(each, totals)
     return totals.to(dtype)
+
+
+def _summed_in_memory(memory: SharedMemory, group: ProcessGroup, held: list[torch.Tensor]) -> torch.Tensor:
+    """As `_scattered_sums`, out of the host's memory where all ranks of the group have their rows there."""
+    rows = held.pop()
+    parts, count = memory.parts_of_all(rows, group), group.size()
+    if parts is None:
+        return _scattered_sums(None, group, [rows])
+    _received.num_bytes = rows.nbytes - rows.nbytes // count
+    return _sum([part.chunk(count)[group.rank()] for part in parts])
 
 
 def _in_bytes(hops: _Hops, quantizer: Quantizer | None) -> _Hops:
@@ -348,11 +422,11 @@ def tree_sum(terms: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
     return total
 
 
-def _sum(terms: torch.Tensor) -> torch.Tensor:
+def _sum(terms: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
     total = torch.empty_like(terms[0])
-    flat, rows = total.view(-1), terms.reshape(len(terms), -1)
+    flat, rows = total.view(-1), [each.reshape(-1) for each in terms]
     for first in range(0, flat.numel(), _PIECE_NUMEL):
-        pieces = rows[:, first : first + _PIECE_NUMEL]
+        pieces = [row[first : first + _PIECE_NUMEL] for row in rows]
         piece = pieces[0].to(torch.float32, copy=True)
         for each in pieces[1:]:
             piece += each
@@ -375,11 +449,17 @@ def clear_padding(share: torch.Tensor, numels: Sequence[int], rank: int, count: 
         shard[max(0, numel - rank * size) :] = 0
 
 
-def cut_into_chunks(tensors: Sequence[torch.Tensor], order: Sequence[int], divisor: int = 1) -> torch.Tensor:
+def cut_into_chunks(
+    tensors: Sequence[torch.Tensor],
+    order: Sequence[int],
+    divisor: int = 1,
+    place: PartPlace = PartPlace(None),  # noqa: B008
+) -> torch.Tensor:
     """Flat tensors, divided, as DeepSpeed partitions them over the ranks: (W, S), a row for each rank of `order`. A row has the
-    rank's shard of each tensor, one behind the other. Each tensor is padded with zeros to a multiple of W."""
+    rank's shard of each tensor, one behind the other. Each tensor is padded with zeros to a multiple of W. `place`: of the
+    rows."""
     sizes, first = shard_sizes([each.numel() for each in tensors], len(order)), tensors[0]
-    rows, divided_by = first.new_empty(len(order), sum(sizes)), divisor
+    rows, divided_by = place.new((len(order), sum(sizes)), first), divisor
     if first.device.type != "cpu":  # by a number GPUs multiply; in fp32, as 16 bits have no 257
         divided_by = torch.full((1,), divisor, dtype=torch.float32, device=first.device)
     for row, rank in zip(rows, order, strict=True):

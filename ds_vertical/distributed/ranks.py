@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Final, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -27,6 +27,9 @@ from ds_vertical.io.runs.this_host import host_id
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+
+# of tensors into one, under its name in torch 2.13, or in those before
+ALL_GATHER: Final = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 
 _Group = torch.distributed.ProcessGroup
 _groups: dict[

@@ -7,7 +7,8 @@ Parameters of different dtypes go apart. See `schedule.levels`, [Note: levels], 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,9 +18,10 @@ from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.device_parts import DeviceParts, RestingPart
+from ds_vertical.distributed.host_memory import SharedMemory, padded, shared_by
 from ds_vertical.distributed.levels import Issued, LevelCollectives, clear_padding, cut_into_chunks, joined_chunks
 from ds_vertical.distributed.quantize import Quantizer
-from ds_vertical.distributed.topology import PAIR_KEY, Topology, ranks_of_hosts, topology_of
+from ds_vertical.distributed.topology import PAIR_KEY, Level, Topology, ranks_of_hosts, topology_of
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.checksums import checksum
 from ds_vertical.io.runs.this_host import host_id
@@ -118,7 +120,10 @@ class UnitLevels:
     """Gathers units, and keeps this rank's parts of the node's copies. `topology`: of the ranks. `tracer`: takes all hops,
     those of reductions, too. `shard_of`: this rank's shard of a parameter, of the values that the copies have. `sends`:
     whether a copy that is made again has a parameter; one that is full stays on the device. `beside`: what brings shards to a
-    device beside the host; None: there is none."""
+    device beside the host; None: there is none. `memory`: which a host's ranks share, where copies lie; None: each rank has its
+    part in memory of its own."""
+
+    memory: SharedMemory | None = None
 
     def __init__(self, settings: LevelSettings, tracer: Tracer, shard_of: ShardOf = zero_params.shard) -> None:
         self.topology, self._collectives = _open(settings)
@@ -132,6 +137,25 @@ class UnitLevels:
         self._shard_of = shard_of
         self.sends: Callable[[ZeroParam], bool] = zero_params.is_partitioned
         self._copies: dict[Unit, _Copy] = {}
+
+    def share_memory(self, units: Mapping[Unit, Sequence[ZeroParam]], outside: Collection[Unit], num_values: int = 1) -> None:
+        """Have copies in memory that the ranks of a host share, if they can: room for as many of the `units` as are kept at a
+        time, in each of their values. `outside`: those beside the layers whose copies are kept. Collective."""
+        if self.beside is not None or self.topology.pair == 1:
+            return
+        kept = [params for unit, params in units.items() if isinstance(unit, int) or unit in outside]
+        sizes = [sum(padded(_part_bytes(group, self.topology)) for group in _by_dtype(params)) for params in kept]
+        num_bytes = sum(sorted(sizes, reverse=True)[: round((self._settings.share or 0.0) * len(sizes))])
+        if num_bytes:
+            self.memory = shared_by(self.topology.hops(Level.PAIR), num_values * num_bytes, "copies")
+
+    def close(self) -> None:
+        """Give the memory of the copies back. Twice is harmless."""
+        self.drop_all()
+        if self.memory is not None:
+            self.memory.close()
+        if self.beside is not None:
+            self.beside.close()
 
     @property
     def num_bytes(self) -> int:
@@ -154,12 +178,15 @@ class UnitLevels:
         if arrival.spreads:
             if arrival.keeps and self._rest is not None:  # which may fail, and then ahead of the hops
                 self._rest.make_room([_part_bytes(group, self.topology) for group in _by_dtype(params)])
-            copy, what = self._spread(unit, params, self._shard_of, version), f"{unit}SPREAD"
+            memory = self.memory if arrival.keeps else None
+            copy, what = self._spread(unit, params, self._shard_of, version, memory), f"{unit}SPREAD"
             copy.sent = [None] * len(copy.sent)
         else:
             copy, what = self._copies[unit], f"{unit}FETCH"
+        in_memory = self.memory if arrival.from_copy or arrival.keeps else None
         pairs = zip(copy.groups, copy.given(self._rest), strict=True)
-        under_way = [(group, self._collectives.gather(part, what=what)) for group, part in pairs]
+        gather, joins = functools.partial(self._collectives.gather, what=what, memory=in_memory), self.beside is None
+        under_way = [(group, gather(part, join=functools.partial(_joined, group) if joins else list)) for group, part in pairs]
         if arrival.keeps:
             self._copies[unit] = copy
             copy.leave(self._rest)
@@ -175,8 +202,8 @@ class UnitLevels:
             """Called again it does nothing."""
             try:
                 while under_way:
-                    group, gather = under_way.pop(0)
-                    whole = joined_chunks(gather.wait(), [zero_params.full_numel(param) for param in group])
+                    group, issued = under_way.pop(0)
+                    whole = issued.wait() if joins else _joined(group, issued.wait())
                     zero_params.fill((param, flat) for param, flat in zip(group, whole, strict=True) if id(param) in wanted)
             except BaseException:
                 zero_params.expect_no_more(gathered)
@@ -193,7 +220,8 @@ class UnitLevels:
             parts = self.join_renewal(params)
         else:
             parts = [zeros.expand(self.topology.world // self.topology.pair, -1).contiguous() for zeros in map(_zeros, groups)]
-        for gather in [self._collectives.gather(part) for part in parts]:
+        memory = self.memory if arrival.from_copy or arrival.keeps else None
+        for gather in [self._collectives.gather(part, memory=memory) for part in parts]:
             gather.wait()
 
     # ---- copies that stand from one step to the next
@@ -201,9 +229,9 @@ class UnitLevels:
     def renew(self, unit: Unit, params: Sequence[ZeroParam], shard_of: ShardOf, version: int) -> list[Issued[torch.Tensor]]:
         """Start to make the copy of a unit that is not fetched; returns what is under way. `shard_of`: this rank's shard of a
         parameter, which is copied here."""
-        for copy in self._copies.values():
-            copy.forget_sent()
-        self._copies[unit] = copy = self._spread(unit, params, shard_of, version)
+        for other in list(self._copies):
+            self._copies[other].forget_sent()
+        self._copies[unit] = copy = self._spread(unit, params, shard_of, version, self.memory)
         if self.beside is not None:
             copy.sent, copy.checksums = [None] * len(copy.sent), _checksums(copy.groups, self._shard_of)
         return copy.parts
@@ -212,7 +240,7 @@ class UnitLevels:
         """Take part in what `renew` does on the other ranks, with zeros; returns what is under way."""
         groups = _by_dtype(params)
         pairs = zip(groups, list(map(_zeros, groups)), strict=True)
-        return [self._collectives.spread(zeros, self._quantizer(group)) for group, zeros in pairs]
+        return [self._collectives.spread(zeros, _quantizer(self._settings, group)) for group, zeros in pairs]
 
     def standing(self, versions: Mapping[Unit, int]) -> frozenset[Unit]:
         """The units whose copy is of their present values on all ranks; any other copy is forgotten. Collective. `versions`:
@@ -242,18 +270,9 @@ class UnitLevels:
             if members:
                 params, then = [param for param, _ in members], torch.cat([then for _, then in members])
                 now = self._own_chunk(params, self._shard_of)
-                if not (_same_bits(now, then) or _same_bits(self._rounded(now, params), then)):
+                if not (_same_bits(now, then) or _same_bits(_rounded(now, _quantizer(self._settings, params)), then)):
                     return False
         return True
-
-    def _rounded(self, chunk: torch.Tensor, params: Sequence[ZeroParam]) -> torch.Tensor:
-        """The chunk as a spread leaves it."""
-        quantizer = self._quantizer(params)
-        if quantizer is None:
-            return chunk
-        rows = torch.empty_like(chunk).view(1, -1)
-        quantizer.dequantize(quantizer.quantize(chunk.view(1, -1)), rows)
-        return rows.view(-1)
 
     def drop_all(self) -> None:
         """Forget the copies: the pass that has kept them was cut."""
@@ -262,11 +281,16 @@ class UnitLevels:
 
     # ---- details
 
-    def _spread(self, unit: Unit, params: Sequence[ZeroParam], shard_of: ShardOf, version: int) -> _Copy:
-        groups = _by_dtype(params)
+    def _spread(
+        self, unit: Unit, params: Sequence[ZeroParam], shard_of: ShardOf, version: int, memory: SharedMemory | None
+    ) -> _Copy:
+        """Start to make this rank's part of a copy, in `memory` if it can be; there the one before gives way."""
+        groups, spread = _by_dtype(params), self._collectives.spread
         sent = [self._own_chunk(group, shard_of) for group in groups]  # which may fail, and then ahead of the hops
+        if memory is not None:
+            self._copies.pop(unit, None)
         pairs = zip(groups, sent, strict=True)
-        parts = [self._collectives.spread(chunk, self._quantizer(group), f"{unit}SPREAD") for group, chunk in pairs]
+        parts = [spread(chunk, _quantizer(self._settings, group), f"{unit}SPREAD", memory=memory) for group, chunk in pairs]
         return _Copy(groups, parts, version, list(sent))
 
     def _own_chunk(self, group: Sequence[ZeroParam], shard_of: ShardOf) -> torch.Tensor:
@@ -275,10 +299,26 @@ class UnitLevels:
         clear_padding(chunk, [zero_params.full_numel(param) for param in group], ranks.rank(), self.topology.world)
         return chunk
 
-    def _quantizer(self, group: Sequence[ZeroParam]) -> Quantizer | None:
-        if not self._settings.quantized_weights:
-            return None
-        return Quantizer(_WEIGHT_BITS, self._settings.block, tuple(map(zero_params.shard_numel, group)))
+
+def _quantizer(settings: LevelSettings, group: Sequence[ZeroParam]) -> Quantizer | None:
+    """What rounds chunks of the weights."""
+    if not settings.quantized_weights:
+        return None
+    return Quantizer(_WEIGHT_BITS, settings.block, tuple(map(zero_params.shard_numel, group)))
+
+
+def _rounded(chunk: torch.Tensor, quantizer: Quantizer | None) -> torch.Tensor:
+    """The chunk as a spread leaves it."""
+    if quantizer is None:
+        return chunk
+    rows = torch.empty_like(chunk).view(1, -1)
+    quantizer.dequantize(quantizer.quantize(chunk.view(1, -1)), rows)
+    return rows.view(-1)
+
+
+def _joined(group: Sequence[ZeroParam], chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The flat parameters of a group."""
+    return joined_chunks(chunks, [zero_params.full_numel(param) for param in group])
 
 
 def _part_bytes(group: Sequence[ZeroParam], topology: Topology) -> int:
@@ -314,11 +354,25 @@ def _by_dtype(params: Sequence[ZeroParam]) -> list[list[ZeroParam]]:
 
 
 class LevelReductions:
-    """Averages summed gradients over the ranks, first over those of a node, then over the nodes, as the `settings` say."""
+    """Averages summed gradients over the ranks, first over those of a node, then over the nodes, as the `settings` say.
+    `memory`: which a host's ranks share, where the terms lie that they add first; None: they send each other these."""
 
-    def __init__(self, settings: LevelSettings) -> None:
-        self._topology, self._collectives = _open(settings)
+    def __init__(self, settings: LevelSettings, units: Iterable[Sequence[Sequence[ZeroParam]]], dtype: torch.dtype) -> None:
+        """Has the terms of one unit at a time in that memory, if it can be. `units`: of each the parameters of its reductions;
+        `dtype`: of the sums. Collective."""
+        self._topology, self._collectives = topology, _ = _open(settings)
         self.settings = settings
+        self.memory: SharedMemory | None = None
+        within, _ = self._quantizers(())
+        if accelerator.device_name() == "cpu" and topology.pair > 1 and within is None:
+            row = topology.world * dtype.itemsize
+            sizes = [sum(padded(row * sum(map(zero_params.shard_numel, params))) for params in unit) for unit in units]
+            self.memory = shared_by(topology.hops(Level.PAIR), max(sizes), "gradients") if any(sizes) else None
+
+    def close(self) -> None:
+        """Give the memory back. Twice is harmless."""
+        if self.memory is not None:
+            self.memory.close()
 
     def start(self, unit: Unit, sums: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """As `zero_optimizer.start_reduction`: `sums` are copied, and the function returned waits for this rank's share of
@@ -326,9 +380,9 @@ class LevelReductions:
         count, number = self._topology.world, ranks.rank()
         dtype, numels = sums[0].dtype, [total.numel() for total in sums]
         sizes = [-(-numel // count) for numel in numels]
-        rows = cut_into_chunks(sums, self._topology.order, count)
+        rows = cut_into_chunks(sums, self._topology.order, count, self._collectives.room(self.memory))
         within, across = self._quantizers(tuple(sizes))
-        summed = self._collectives.reduce(rows, within, f"{unit}REDUCE")
+        summed = self._collectives.reduce(rows, within, f"{unit}REDUCE", self.memory)
         issued = self._collectives.cross(summed, across, f"{unit}CROSS")
         del rows, summed
 

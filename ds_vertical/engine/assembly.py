@@ -18,6 +18,7 @@ from ds_vertical.compat.ops.load import new_disk_queue
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.elastic import ElasticCounts
 from ds_vertical.distributed.unit_levels import UnitLevels
+from ds_vertical.engine.budget.further import copied_outside
 from ds_vertical.engine.handlers import LossScale, ScheduleRunner
 from ds_vertical.engine.keeping.growth import PassingBytes, growth
 from ds_vertical.engine.keeping.keeping import RunKeeping, describe_keeping
@@ -196,7 +197,9 @@ class Assembly:
         """The store of parameters with its host buffers."""
         window = self.vertical.prefetch_layers
         num_buffers = layer_buffers(window, self.layers.num_layers)
-        optimizer, new_queue = self.optimizer, self._new_queue
+        optimizer, new_queue, levels = self.optimizer, self._new_queue, self.steps.open_levels(self.tracer)
+        if levels is not None:
+            levels.share_memory(self.layers.units, copied_outside(self.layers, self.vertical))
         settings = ParamSettings(
             self._device,
             num_buffers,
@@ -205,7 +208,7 @@ class Assembly:
             optimizer.checksums,
             group=ranks.own_group("gathers"),
             overlap=self.vertical.overlap,
-            levels=self.steps.open_levels(self.tracer),
+            levels=levels,
             recalls=self.vertical.optimizer_compression,
         )
         return ParamStore(self.layers.units, new_queue, new_queue(), settings)

@@ -101,7 +101,9 @@ class VerticalEngine(CallableEngine):
         )
         calls.restore, calls.tear, calls.admit = three.restore, self.optimizer.condition.tear, three.admit
         hosts = ranks.all_gathered(host_id())
-        self.network, self.host_names = network_of(vertical.levels, hosts), host_names(hosts)
+        copies = self._params.copies
+        shared = copies is not None and copies.shares_memory, self.optimizer.shares_memory
+        self.network, self.host_names = network_of(vertical.levels, hosts, *shared), host_names(hosts)
         accelerator.log(f"ds_vertical: {assembly.describe(self._params)}")
 
     def _meter(self, folder: Path | None, elastic: ElasticCounts | None) -> Progress:

@@ -89,9 +89,12 @@ def facts_of(engine: Any, tokens: int) -> RunInfo:
     )
 
 
-def network_of(settings: LevelSettings, hosts: Sequence[str]) -> Network | None:
-    """How the ranks lie on hosts, and what their collectives have of levels. `hosts`: each rank's, see `host_id`. None for one
-    rank, and for hosts that have unequal numbers of ranks, of which `Network` knows nothing."""
+def network_of(
+    settings: LevelSettings, hosts: Sequence[str], in_memory: bool = False, sums_in_memory: bool = False
+) -> Network | None:
+    """How the ranks lie on hosts, and what their collectives have of levels. `hosts`: each rank's, see `host_id`. `in_memory`,
+    `sums_in_memory`: whether ranks of a host share memory for copies, and for terms of sums. None for one rank, and for hosts
+    that have unequal numbers of ranks, of which `Network` knows nothing."""
     per_host = set(Counter(hosts).values())
     if len(hosts) == 1 or len(per_host) > 1:
         return None
@@ -109,6 +112,8 @@ def network_of(settings: LevelSettings, hosts: Sequence[str]) -> Network | None:
         copy_ranks=settings.ranks_per_node if settings.are_on else None,
         sum_ranks=settings.sum_ranks(num_hosts, ranks_per_host) if settings.are_on else None,
         stands=settings.copy_on_device,
+        in_memory=in_memory,
+        sums_in_memory=sums_in_memory,
     )
 
 

@@ -260,8 +260,9 @@ class ParamStore:
             zero_params.leave_shards(resident.partitioned)
         self.gathers.clear()
         self._resident.clear()
-        if self._levels is not None:
+        if self._levels is not None and self.copies is not None:
             self._levels.drop_all()
+            self.copies.forget_issued()
         self.ahead.clear()
         self._landing.clear()
         self.buffers.reset(self.updates.taken_buffers())
@@ -271,8 +272,8 @@ class ParamStore:
         self.release_all()
         self.buffers.withdraw()
         self._closed = True
-        if self._levels is not None and self._levels.beside is not None:
-            self._levels.beside.close()
+        if self._levels is not None:
+            self._levels.close()
         if self.reads is not None:
             self.reads.close()
         self.writer.close()  # completes what it is writing from the buffers
@@ -292,6 +293,11 @@ class StandingCopies:
         self._landing = landing
         self._issued: list[UnitGather] = []
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the ranks of a host share memory for the copies that are kept."""
+        return self._levels.memory is not None
+
     def stands(self, unit: Unit) -> bool:
         """Whether the unit's next fetch may come out of a copy."""
         return self._levels.stands(unit)
@@ -299,6 +305,10 @@ class StandingCopies:
     def standing(self) -> frozenset[Unit]:
         """The units whose copy is of their present values, on all ranks alike. Collective."""
         return self._levels.standing(self._store.files.versions)
+
+    def forget_issued(self) -> None:
+        """Nobody waits for the copies that are being made, or asks for those that were."""
+        self._issued.clear()
 
     def renew(self, unit: Unit) -> Ticket:
         """Start to make the copy of a unit. Its step must be over."""

@@ -23,7 +23,7 @@ from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape, state_elements, state_read, state_written
-from ds_vertical.planner.network import Hop, Network, seconds_of
+from ds_vertical.planner.network import Hop, Network, adds_in_memory, reads_memory, seconds_of
 from ds_vertical.schedule.events import Event, Op
 from ds_vertical.schedule.levels import Arrival, arrivals
 from ds_vertical.types import PRE, SUF, TensorKind, Tier, Unit, check_share, per_tier
@@ -270,7 +270,7 @@ class _Collectives:
             return _Gathered(False, self._joined(event, network.gather(elements, shape.param_bytes)))
         if self._arrival(event).spreads:
             return _Gathered(False, ())
-        hops = self._joined(event, network.local_gather(elements, shape.param_bytes))
+        hops = self._joined(event, network.local_gather(elements, shape.param_bytes), reads_memory(network))
         return _Gathered(True, hops, () if network.stands else self._copied("copy_in", event))
 
     def spread(self, event: Event) -> Job:
@@ -279,9 +279,9 @@ class _Collectives:
         sent = shape.elements(event.layer), shape.param_bytes
         if event.ahead:
             return self._links("parameters", network.to_copy(*sent))
-        hops = self._joined(event, network.spread(*sent))
-        keeps = not network.stands and self._last.get(event.layer, Arrival()).keeps
-        return hops + (self._copied("copy_out", event) if keeps else ())
+        keeps = self._last.get(event.layer, Arrival()).keeps
+        hops = self._joined(event, network.spread(*sent, kept=keeps), keeps and reads_memory(network))
+        return hops + (self._copied("copy_out", event) if keeps and not network.stands else ())
 
     def reads_to_spread(self, event: Event) -> bool:
         """Whether a unit that is spread behind its step has to be read: no step has left its values in memory."""
@@ -290,9 +290,9 @@ class _Collectives:
     def reduce(self, event: Event) -> Job:
         """Over the node, or over all ranks."""
         elements, each = self._gradients(event)
-        hops = self._links("gradients", self._network.reduce(elements, each))
-        copied_s = self._lanes.host_copy_s(_SUM_COPIES * elements * each)
-        return (Stage("compute", "compute", copied_s), *hops) if hops and copied_s else hops
+        hops, adds = self._links("gradients", self._network.reduce(elements, each)), adds_in_memory(self._network)
+        copied_s = self._lanes.host_copy_s((_SUM_COPIES + adds) * elements * each)
+        return (Stage("compute", "compute", copied_s), *hops) if (hops or adds) and copied_s else hops
 
     def cross(self, event: Event) -> Job:
         """Over the nodes."""
@@ -301,11 +301,11 @@ class _Collectives:
     def _links(self, purpose: Purpose, hops: Sequence[Hop]) -> Job:
         return self._lanes.links(purpose, hops, self.levels)
 
-    def _joined(self, event: Event, hops: Sequence[Hop]) -> Job:
-        """The hops of a gather, and the copy of what has come into parameters."""
+    def _joined(self, event: Event, hops: Sequence[Hop], in_memory: bool = False) -> Job:
+        """The hops of a gather, and the copy of what has come into parameters, or of what others have put `in_memory`."""
         job = self._links("parameters", hops)
         copied_s = self._lanes.host_copy_s(self._shape.elements(event.layer) * self._shape.param_bytes)
-        return (*job, Stage("compute", "parameters", copied_s)) if job and copied_s else job
+        return (*job, Stage("compute", "parameters", copied_s)) if (job or in_memory) and copied_s else job
 
     def _gradients(self, event: Event) -> tuple[float, int]:
         return self._shape.stepped(event.layer) * self._shape.num_shards, self._shape.gradient_bytes

@@ -24,6 +24,11 @@ each, c bytes come from each of the k - 1 others. So what the levels gain in byt
 - g > n: the second hop crosses the link with the sums of w ranks alone: q/w per rank, and not q/g.
 - g < n: a node's own ranks are in the third hop, too.
 
+[Note: memory of a node] On the CPU the ranks of a node have their parts of copies in memory that they share (`in_memory`;
+`distributed.host_memory`). Then what is gathered of a copy that is kept moves over no link. Each rank copies it, which counts
+as the copy of what has come into parameters. What w ranks add first they add out of such memory, too, if it is not rounded
+(`sums_in_memory`): that counts as one more copy of the gradients.
+
 [Note: pairs] Where `pair_ranks` neighbours of a node have a faster link of their own (the two GCDs of a card on Frontier), a
 hop among them alone is on it, "net_pair". A hop of more ranks counts as on the node's links, also what it moves within pairs.
 """
@@ -73,7 +78,7 @@ class Network:
     all-reduce. Bytes of an element on the way: `weight_bytes` (null: as in memory), `gradient_bytes` within a node and across
     (null: as they are summed). `copy_ranks`, `sum_ranks`: w and g of [Note: three levels] (null: the ranks of a node); w
     divides the ranks of a node and g, g divides all ranks, and is a part or a multiple of a node. `pair_ranks`: see
-    [Note: pairs]; they divide the ranks of a node.
+    [Note: pairs]; they divide the ranks of a node. `in_memory`, `sums_in_memory`: see [Note: memory of a node].
     """
 
     num_nodes: int = 1
@@ -87,6 +92,8 @@ class Network:
     sum_ranks: int | None = None
     stands: bool = False
     pair_ranks: int = 1
+    in_memory: bool = False
+    sums_in_memory: bool = False
 
     def __post_init__(self) -> None:
         for key in ("num_nodes", "ranks_per_node", "pair_ranks"):
@@ -132,22 +139,20 @@ class Network:
         """A FETCH over all ranks at once."""
         return self._ring(self.num_ranks, 1, elements * element_bytes / self.num_ranks)
 
-    def local_gather(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
-        """A FETCH from the copies of a node's ranks."""
-        return self._ring(self.w, 1, elements * element_bytes / self.w)
+    def local_gather(self, elements: float, element_bytes: float, kept: bool = True) -> tuple[Hop, ...]:
+        """A FETCH from the copies of a node's ranks, which are `kept` or not."""
+        return () if kept and reads_memory(self) else self._ring(self.w, 1, elements * element_bytes / self.w)
 
-    def spread(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
-        """A SPREAD: to the copy, then to the whole unit out of it. A rank rounds its own part, and reads its copy."""
+    def spread(self, elements: float, element_bytes: float, kept: bool = False) -> tuple[Hop, ...]:
+        """A SPREAD: to the copy, which is `kept` or not, then to the whole unit out of it."""
+        return self.to_copy(elements, element_bytes) + self.local_gather(elements, element_bytes, kept)
+
+    def to_copy(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
+        """What of a SPREAD makes the copy. A rank rounds its own part, and reads its copy."""
         sent, (w, g) = elements * (self.weight_bytes or element_bytes), (self.w, self.g)
         rounded = 0.0 if self.weight_bytes is None else elements * (1 / self.num_nodes + self.ranks_per_node / w)
         hops = self._ring(self.num_ranks // g, g, sent / self.num_ranks) + self._ring(g // w, w, sent / g)
-        to_copy = (*(replace(hop, rounded=rounded) for hop in hops[:1]), *hops[1:])
-        return to_copy + self.local_gather(elements, element_bytes)
-
-    def to_copy(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
-        """What of a SPREAD makes the copy."""
-        hops = self.spread(elements, element_bytes)
-        return hops[: len(hops) - len(self.local_gather(elements, element_bytes))]
+        return (*(replace(hop, rounded=rounded) for hop in hops[:1]), *hops[1:])
 
     def reduce(self, elements: float, element_bytes: float) -> tuple[Hop, ...]:
         """A REDUCE: over the node with two levels, else over all ranks."""
@@ -156,7 +161,7 @@ class Network:
             return self._ring(self.num_ranks, 1, twice * elements * element_bytes / self.num_ranks)
         bits, (w, g) = self.gradient_bytes[0], (self.w, self.g)
         hops: tuple[Hop, ...] = ()
-        for width, stride in ((w, 1), (g // w, w)):
+        for width, stride in ((1 if adds_in_memory(self) else w, 1), (g // w, w)):
             rounded = 0.0 if bits is None else 2 * elements * self.ranks_per_node / stride
             hops += self._each_to_each(width, stride, elements * (bits or element_bytes) / (width * stride), rounded)
         return hops
@@ -172,8 +177,9 @@ class Network:
         """The hops of all FETCHes of a sweep, of so many elements; `again`: they have been fetched in the sweep before."""
         if not self.levels:
             return self.gather(elements, element_bytes)
-        copied = self.copy_share * elements if again else 0.0
-        return self.spread(elements - copied, element_bytes) + self.local_gather(copied, element_bytes)
+        copied = self.copy_share * elements if again or reads_memory(self) else 0.0
+        of_copies = self.local_gather(copied, element_bytes) if again else self.spread(copied, element_bytes, kept=True)
+        return self.spread(elements - copied, element_bytes) + of_copies
 
     def _ring(self, width: int, stride: int, num_bytes: float) -> tuple[Hop, ...]:
         """A gather of `num_bytes` from each rank of a hop: as fast as the ring's slowest edge, where it crosses at all."""
@@ -190,6 +196,16 @@ class Network:
         lane = "net_local" if near < width else _near_lane(self.pair_ranks, width * stride)
         first = _hop(lane, within, within * ranks, rounded)
         return first + _hop("net_cross", across, across, 0.0 if first else rounded)
+
+
+def reads_memory(network: Network) -> bool:
+    """Whether ranks read copies that are kept, and of which each has a part, in memory that they share."""
+    return network.in_memory and network.w > 1
+
+
+def adds_in_memory(network: Network) -> bool:
+    """Whether the terms of the first sums are in memory that their ranks share."""
+    return network.levels and network.sums_in_memory and network.w > 1 and network.gradient_bytes[0] is None
 
 
 def is_rounded(network: Network) -> bool:

@@ -449,6 +449,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     runs: list[dict[str, Any]] = [
         {"name": "rank", "counts": counts},
         {"name": "node", "counts": counts, "acco": {"copies": "node"}, **node},
+        {"name": "sent node", "counts": counts, "acco": {"copies": "node"}, **node, "shares": False},
         {"name": "beside node", "kind": "beside", "counts": counts, "acco": {"copies": "node"}, **node, "section": traced},
         {"name": "broken node", "kind": "broken", "counts": counts, "acco": {"copies": "node"}, **node},
         {"name": "resumed node", "kind": "resumed", "counts": counts, "acco": {"copies": "node"}, **node},
@@ -465,6 +466,22 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
 def test_copies_of_each_rank_and_of_each_node_commit_what_the_formulas_say(four: dict[str, Found], name: str) -> None:
     rates = four[name][0]["taken"]
     assert_committed(four[name], reference(FOUR, rates, 0.5), has_mean_of_all=False)
+
+
+@pytest.mark.slow
+def test_copies_of_a_node_in_memory_of_the_host_have_the_bits_of_those_that_are_sent(four: dict[str, Found]) -> None:
+    """Nothing is sent but by a rank that has failed, and its neighbour; all is given back with the engines."""
+    for plain, found in zip(four["sent node"], four["node"], strict=True):
+        assert plain["losses"] == found["losses"] and plain["norms"] == found["norms"]
+        assert not differing(plain["weights"] | plain["state"], found["weights"] | found["state"])
+        assert plain["gathers"] == {"mapped": 0}
+    assert [rank["gathers"].get("sent", 0) > 0 for rank in four["broken node"]] == [True, True, False, False]
+    assert all(rank["gathers"]["mapped"] == 0 for rank in four["broken node"])
+    for name in ("node", "beside node", "resumed node", "same node"):
+        for rank in four[name]:
+            gathers = rank["gathers"]
+            assert gathers["read"] > 0 and gathers["summed"] > 0 and set(gathers) == {"read", "summed", "mapped"}, name
+            assert gathers["mapped"] == 0, name
 
 
 @pytest.mark.slow

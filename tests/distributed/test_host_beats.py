@@ -13,8 +13,7 @@ import pytest
 import torch.distributed
 
 from ds_vertical.distributed import host_beats
-from ds_vertical.distributed.host_beats import HostBeats
-from ds_vertical.distributed.host_probe import Listener, any_answers
+from ds_vertical.distributed.host_beats import HostBeats, Listener, any_answers
 
 SILENCE_S = 0.4
 

@@ -85,7 +85,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     folder = tmp_path_factory.mktemp("levels")
     traced = {"name": "copies", "levels": {}, "section": {"trace": str(folder / "trace")}}
     runs = [{"name": "flat"}, traced, {"name": "standing", "levels": STANDING, **AT_ONCE}]
+    runs += [{"name": "standing, sent", "levels": STANDING, "shares": False, **AT_ONCE}]
     return run_jobs(folder, [run | {"sets": True} for run in runs], forked=True)
+
+
+def assert_same_bits(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert (a["losses"], a["norms"], a["evaluated"]) == (b["losses"], b["norms"], b["evaluated"])
+    assert not differing(a["weights"], b["weights"]) and not differing(a["state"], b["state"])
+    assert all(not differing(*each) for each in zip(a["grads"], b["grads"], strict=True))
+
+
+def test_copies_in_memory_of_the_host_have_the_bits_of_those_that_are_sent(trained: list[Found]) -> None:
+    """Each gather of a copy that is kept reads that memory, and it is given back with the engine."""
+    for rank in trained:
+        assert_same_bits(rank["standing"], rank["standing, sent"])
+        assert rank["flat"]["gathers"] == rank["standing, sent"]["gathers"] == {"mapped": 0}
+        for name in ("copies", "standing"):
+            found = rank[name]["gathers"]
+            assert found["read"] > 0 and found["summed"] > 0 and set(found) == {"read", "summed", "mapped"}
+            assert found["mapped"] == 0
+        assert rank["standing"]["gathers"]["read"] > rank["copies"]["gathers"]["read"]
 
 
 def test_weights_and_gradients_are_those_of_one_level(trained: list[Found]) -> None:
@@ -236,6 +255,19 @@ SAME_BITS = [
 ]
 
 
+# by name: levels that keep copies, and what else is set
+KEPT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "kept": ({}, MATRIX["four micro-batches"]),
+    "half kept": ({"copy_share": 0.5}, MATRIX["nothing ahead"]),
+    "half standing": ({"copy_share": 0.5} | STANDING, AT_ONCE),
+    "at once": (STANDING, {"section": {"optimizer_delay": 0.0, "overlap": False}}),
+    "horizontal": ({}, MATRIX["horizontal"]),
+    "ends fetched": (STANDING, {"section": {"optimizer_delay": 0.0, "outside_layers": "fetched"}}),
+    "in a node": (IN_A_NODE | STANDING, {"dtype": "bf16", **AT_ONCE}),
+    "int8": (STANDING, {"zero": {"zero_quantized_weights": True}, **AT_ONCE}),
+}
+
+
 def shares_of(name: str) -> tuple[float, ...]:
     """With nothing read ahead two layers are fetched again, of which one can be kept."""
     return (0.0, 0.5, 1.0) if name == "nothing ahead" else (0.0, 1.0)
@@ -249,6 +281,23 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
         runs += [{"name": f"{name}, {share}", "levels": {"copy_share": share}, **options} for share in shares_of(name)]
     runs += [{"name": name, "levels": levels, **options} for name, (levels, options) in OTHERS.items()]
     return run_jobs(tmp_path_factory.mktemp("matrix"), runs)
+
+
+@pytest.fixture(scope="module")
+def sent(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """Each run with memory of the host, and without."""
+    runs: list[dict[str, Any]] = [{"name": name, "levels": levels, **options} for name, (levels, options) in KEPT.items()]
+    runs += [each | {"name": f"{each['name']}, sent", "shares": False} for each in runs]
+    return run_jobs(tmp_path_factory.mktemp("sent"), runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KEPT)
+def test_however_copies_are_kept_memory_of_the_host_changes_no_bit(sent: list[Found], name: str) -> None:
+    for rank in sent:
+        assert_same_bits(rank[name], rank[f"{name}, sent"])
+        found = rank[name]["gathers"]
+        assert found["read"] > 0 and found["summed"] > 0 and set(found) == {"read", "summed", "mapped"}
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ class Line:
     def __init__(self) -> None:
         self.issued: list[tuple[str, torch.dtype]] = []
 
-    def spread(self, share: torch.Tensor, *_: Any) -> Issued[torch.Tensor]:
+    def spread(self, share: torch.Tensor, *_: Any, **_named: Any) -> Issued[torch.Tensor]:
         self.issued.append(("spread", share.dtype))
         return self._over(share.expand(2, -1))
 

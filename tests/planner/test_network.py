@@ -257,6 +257,41 @@ def test_sums_are_copied_ahead_of_their_collective_and_units_behind_theirs() -> 
             assert (joined.purpose, joined.seconds) == ("parameters", pytest.approx(2000 / 1e6))
 
 
+def test_copies_that_are_kept_in_memory_of_the_node_move_over_no_link_and_are_copied_as_before() -> None:
+    machine, network = replace(MACHINE, copy_host_bytes_per_s=1e6), replace(LEVELS, in_memory=True)
+    events = training(network).events
+    costs = dict(zip(events, event_costs(events, machine, replace(SHAPE, network=network)), strict=True))
+    (joined,) = costs[Event(Op.FETCH, 0)][0]
+    assert (joined.lane, joined.purpose, joined.seconds) == ("compute", "parameters", pytest.approx(2000 / 1e6))
+    assert [stage.lane for stage in costs[Event(Op.SPREAD, 0)][0]] == ["net_cross", "compute"]
+    assert [stage.lane for stage in costs[Event(Op.SPREAD, 5)][0]] == ["net_cross", "net_local", "compute"], "it is not kept"
+    assert moved(LEVELS)["net_local"] - moved(network)["net_local"] == 4 * 2 * 1000, "the last two layers are fetched once"
+    assert moved(LEVELS)["net_cross"] == moved(network)["net_cross"]
+    none_kept = replace(network, copy_share=0.0)
+    assert moved(none_kept) == moved(replace(none_kept, in_memory=False))
+    own = replace(network, copy_ranks=1, sum_ranks=1)
+    assert own.spread(1000, 2, kept=True) == own.spread(1000, 2) and not own.local_gather(1000, 2)
+    for again, less in ((False, 1000), (True, 1000)):
+        sweeps = [sum(h.num_bytes for h in each.sweep(1000, 2, again) if h.lane == "net_local") for each in (LEVELS, network)]
+        assert sweeps == [less, 0]
+
+
+def test_sums_in_memory_of_the_node_move_over_no_link_and_are_one_copy_more() -> None:
+    machine, network = replace(MACHINE, copy_host_bytes_per_s=1e6), replace(LEVELS, sums_in_memory=True)
+    events = training(network).events
+    costs = dict(zip(events, event_costs(events, machine, replace(SHAPE, network=network)), strict=True))
+    (added,) = costs[Event(Op.REDUCE, 0)][0]
+    assert (added.lane, added.purpose, added.seconds) == ("compute", "compute", pytest.approx(2 * 4000 / 1e6))
+    assert moved(LEVELS)["net_local"] - moved(network)["net_local"] == 6 * 2000
+    assert moved(LEVELS)["net_cross"] == moved(network)["net_cross"]
+    rounded = replace(network, gradient_bytes=(0.5, 0.5))
+    assert rounded.reduce(1000, 4) == replace(rounded, sums_in_memory=False).reduce(1000, 4)
+    flat = replace(network, levels=False)
+    assert flat.reduce(1000, 4) == FLAT.reduce(1000, 4)
+    pairs = replace(network, ranks_per_node=4, copy_ranks=2, sum_ranks=4)
+    assert pairs.reduce(1000, 4) == replace(pairs, sums_in_memory=False).reduce(1000, 4)[1:], "the second hop is sent"
+
+
 def test_one_node_and_one_rank() -> None:
     assert [hop.lane for hop in Network(1, 4).gather(1000, 2)] == ["net_local"]
     assert Network().gather(1000, 2) == () and Network().reduce(1000, 4) == ()
@@ -393,20 +428,26 @@ def levels_of(found: dict[str, Any]) -> Levels:
     return section.levels
 
 
-def test_on_a_slow_local_link_fewer_ranks_share_a_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_a_slow_local_link_fewer_ranks_share_a_copy_unless_they_read_it_in_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A copy of two ranks is gathered from one other rank, and not from three. Adapters alone are trained, so that nearly all
-    bytes are weights; of many layers, which are fetched twice."""
+    bytes are weights; of many layers, which are fetched twice. On CPUs no copy that is kept is sent."""
     fields = read_fields(named_shape("gpt_13m")) | {"num_hidden_layers": 32, "hidden_size": 256}
     (tmp_path / "deep.json").write_text(json.dumps(fields))
     words = ("--model", str(tmp_path / "deep.json"), "--lora", "4")
     rate = 1.25e7
-    status, found, err = plan(capsys, *on_cpu(tmp_path, local_bytes_per_s=rate, cross_bytes_per_s=1e7), *words)
-    assert status == 0, err
-    levels = levels_of(found)
-    assert (levels.ranks_per_node, levels.gradients, levels.copy_share) == (2, 4, 1.0)
-    assert not levels.quantized_weights and not levels.quantized_gradients
-    by_four_s = 2 * found["model"]["elements"] * (3 / 4 + 3 / 4) / rate  # of the local link, with copies of four ranks
-    assert found["busy_s"]["net_local"] < 0.9 * by_four_s
+    machine, *links = on_cpu(tmp_path, local_bytes_per_s=rate, cross_bytes_per_s=1e7)
+    found = {}
+    for name, pair in ((machine, 4), ("a100_server", 2)):
+        status, found[pair], err = plan(capsys, name, *links, *words, *(("--assume-levels",) if pair == 2 else ()))
+        assert status == 0, err
+        levels = levels_of(found[pair])
+        assert (levels.ranks_per_node, levels.gradients, levels.copy_share) == (pair, 4, 1.0)
+        assert not levels.quantized_weights and not levels.quantized_gradients
+    by_four_s = 2 * found[2]["model"]["elements"] * (3 / 4 + 3 / 4) / rate  # of the local link, with copies of four ranks
+    assert found[2]["busy_s"]["net_local"] < 0.9 * by_four_s
+    assert found[4]["busy_s"]["net_local"] < 0.1 * by_four_s
 
 
 def test_plans_round_where_they_may_and_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ import deepspeed
 import harness
 import torch
 from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+from memory_reads import counted
 from rank_worker import hear
 from torch import nn
 
@@ -126,7 +127,8 @@ class TokenLoss:
 @dataclass(frozen=True)
 class Job:
     """A run over `counts`, per step the micro-batches of each rank. `acco`: the section's; None: exact steps. `zero`: further
-    keys of zero_optimization; `top`: of the JSON, None for one that it has not."""
+    keys of zero_optimization; `top`: of the JSON, None for one that it has not. `shares`: whether the ranks of a host can share
+    memory."""
 
     name: str
     counts: list[list[int]]
@@ -144,6 +146,7 @@ class Job:
     section: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
     top: dict[str, Any] = field(default_factory=dict)
+    shares: bool = True
 
     def config(self, folder: Path) -> dict[str, Any]:
         section = self.section | ({} if self.acco is None else {"acco": self.acco})
@@ -571,7 +574,9 @@ def main(job: Path) -> None:
     rank = torch.distributed.get_rank()
     for entry in given["runs"]:
         each = Job(**entry)
-        torch.save(KINDS[each.kind](each, Path(given["folder"]), rank), Path(given["out"]) / f"{each.name}.rank{rank}.pt")
+        with counted(each.shares) as gathers:
+            found = KINDS[each.kind](each, Path(given["folder"]), rank)
+        torch.save(found | {"gathers": dict(gathers)}, Path(given["out"]) / f"{each.name}.rank{rank}.pt")
 
 
 if __name__ == "__main__":

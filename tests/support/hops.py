@@ -13,8 +13,8 @@ from ds_vertical.distributed import levels
 # by the event that sends it: the function of `distributed.levels`, and whether the hop is between nodes
 HOPS: Final = {
     "SPREAD": ("_all_gathered", True),
-    "FETCH": ("_all_gathered", False),
-    "REDUCE": ("_scattered_sums", False),
+    "FETCH": ("_read_in_memory", False),
+    "REDUCE": ("_summed_in_memory", False),
     "CROSS": ("_scattered_sums", True),
 }
 
@@ -25,11 +25,11 @@ def act_in(event: str, ranks_per_node: int, number: int, act: Callable[[list[int
     name, across = HOPS[event]
     hop, counted = getattr(levels, name), itertools.count()
 
-    def acting(*given: Any) -> torch.Tensor:
+    def acting(*given: Any, **named: Any) -> torch.Tensor:
         group = next(each for each in given if isinstance(each, torch.distributed.ProcessGroup))
         members = torch.distributed.get_process_group_ranks(group)
         if len({rank // ranks_per_node for rank in members}) == (len(members) if across else 1) and next(counted) == number:
             act(members)
-        return hop(*given)
+        return hop(*given, **named)
 
     setattr(levels, name, acting)

@@ -30,6 +30,7 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 from hops import act_in
+from memory_reads import counted
 from rank_worker import SIZES, VOCAB, OddBlock, OddModel, OddScale, hear, poison
 
 from ds_vertical.distributed import levels
@@ -62,7 +63,8 @@ class ScaledModel(OddModel):
 class Job:
     """A run of some steps. `levels`: the section's; None: one level. `zero`: further keys of zero_optimization. `kind`: what
     is done besides training. `places`: of "params" and "optimizer" the device where it is not "nvme"; `persistence`: the
-    elements up to which a parameter stays on the device. `sets`: state is set behind the first step (`set_state`)."""
+    elements up to which a parameter stays on the device. `sets`: state is set behind the first step (`set_state`). `shares`:
+    whether the ranks of a host can share memory."""
 
     name: str
     levels: dict[str, Any] | None = None
@@ -77,6 +79,7 @@ class Job:
     persistence: int = 0
     dtype: str = "fp32"
     sets: bool = False
+    shares: bool = True
 
     def config(self, folder: Path) -> dict[str, Any]:
         """Blocks on SSD, embedding and head in host memory: they are a little smaller."""
@@ -303,7 +306,9 @@ def main(job: Path) -> None:
     folder = Path(given["folder"])
     for entry in given["runs"]:
         each = Job(**entry)
-        torch.save(KINDS[each.kind](each, folder, rank), Path(given["out"]) / f"{each.name}.rank{rank}.pt")
+        with counted(each.shares) as gathers:
+            found = KINDS[each.kind](each, folder, rank)
+        torch.save(found | {"gathers": dict(gathers)}, Path(given["out"]) / f"{each.name}.rank{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -116,7 +116,8 @@ def _planned(options: argparse.Namespace) -> JsonObject:
     whole = _linked(_profile(options), options)
     ranks = options.nodes * options.num_ranks
     levels = options.nodes > 1 and options.num_ranks > 1 and (whole.machine.one_memory or options.assume_levels)
-    network = Network(options.nodes, options.num_ranks, levels, reduces_twice=whole.machine.one_memory)
+    on_cpu = dict.fromkeys(("reduces_twice", "in_memory", "sums_in_memory"), whole.machine.one_memory)
+    network = Network(options.nodes, options.num_ranks, levels, **on_cpu)
     network = with_pairs(network, whole.machine)
     machine = replace(whole, machine=whole.machine.shared(options.num_ranks))
     spec, fields = _spec(options)

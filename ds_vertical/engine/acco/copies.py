@@ -5,7 +5,7 @@ See `schedule.halves`, [Note: two values].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -32,6 +32,16 @@ class TwoValues(UnitLevels):
         self.sends = _every  # also where the unit is fetched with the other value
         self._prediction = prediction
         self._predicted = UnitLevels(settings, tracer, prediction.shard)
+
+    def share_memory(self, units: Mapping[Unit, Sequence[ZeroParam]], outside: Collection[Unit], num_values: int = 2) -> None:
+        """See `UnitLevels`."""
+        super().share_memory(units, outside, num_values)
+        self._predicted.memory = self.memory
+
+    def close(self) -> None:
+        """See `UnitLevels`."""
+        super().close()
+        self._predicted.close()
 
     @property
     def num_bytes(self) -> int:

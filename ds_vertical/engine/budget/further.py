@@ -41,13 +41,17 @@ def level_items(layers: LayerMap, resolved: RunSettings, shards: PlannedShards) 
     if resolved.acco is not None:
         return tuple(sent)
     copied = sorted((numel for unit, numel in numels.items() if isinstance(unit, int)), reverse=True)
-    outside: Sequence[Unit] = (
-        layers.outside.units if levels.copy_on_device else [unit for unit in layers.outside.apart if unit == PRE]
-    )
-    copied += [numels[unit] for unit in outside]
+    copied += [numels[unit] for unit in copied_outside(layers, resolved)]
     copies = -(-sum(copied[: round(levels.share * len(copied))]) * param_bytes // w)
     place, what = (Tier.DEVICE, "standing copies") if levels.copy_on_device else (Tier.HOST, "copies")
     return (BudgetItem(place, f"{what} of the weights", copies, "vertical_schedule.levels.copy_share"), *sent)
+
+
+def copied_outside(layers: LayerMap, resolved: RunSettings) -> Sequence[Unit]:
+    """Of the units outside the layers, those whose copy a node may keep."""
+    if resolved.levels.copy_on_device or resolved.acco is not None:
+        return layers.outside.units
+    return [unit for unit in layers.outside.apart if unit == PRE]
 
 
 def _elements(layers: LayerMap, of: Collection[int] | None = None) -> dict[Unit, int]:

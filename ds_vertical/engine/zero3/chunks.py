@@ -171,6 +171,11 @@ class ChunkedStage3(StateRoutes):
             return self.level_reductions.start(unit, sums)
         return zero_optimizer.start_reduction(sums, ranks.own_group(REDUCTIONS))
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the ranks of a host share memory for the gradients that they add."""
+        return self.level_reductions is not None and self.level_reductions.memory is not None
+
     def reduce_for_others(self, unit: Unit, number: int) -> None:
         """Take part in one of the `reductions` of a unit with zeros: this rank's part of the step has failed."""
         params, dtype, device = self.reductions(unit)[number], self.gradient_accumulation_dtype, accelerator.device_name()

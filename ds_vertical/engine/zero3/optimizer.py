@@ -77,12 +77,12 @@ class VerticalStage3(ChunkedStage3):
     ) -> None:
         """Make the optimizer's own pipeline; `updates` takes the new parameters, `begin` is called on its thread."""
         ranks.own_group(REDUCTIONS)  # not first where one rank's step has failed ahead of it
-        if self._vertical.levels.are_on:
-            self.level_reductions = LevelReductions(self._vertical.levels)
+        units, chunks_of = self.layer_map.units, self.scheduled_chunks_of
+        if (levels := self._vertical.levels).are_on:
+            self.level_reductions = LevelReductions(levels, map(self.reductions, units), self.gradient_accumulation_dtype)
         early_share = 1.0 - self.timing.delay if self.timing.possible else 0.0
         chunks = make_chunks(self, early_share, self.timing.generations)
         share: StepShare = "delayed" if self.timing.final else "all"
-        units, chunks_of = self.layer_map.units, self.scheduled_chunks_of
         waiting: dict[Unit, list[Part]] = {unit: [p for i in chunks_of(unit) for p in chunks[i].parts(share)] for unit in units}
         beyond = beyond_host(waiting, self._vertical.gradient_host_share)
         self.holding = None if not beyond else DELAYED if self.timing.final else EVERYTHING
@@ -244,6 +244,8 @@ class VerticalStage3(ChunkedStage3):
             finally_.callback(_rest, self.further_slots)
             finally_.callback(self.kernel.close)
             finally_.callback(self.gradients.close)
+            if self.level_reductions is not None:
+                finally_.callback(self.level_reductions.close)
             finally_.callback(self.pipeline.close)
             if is_first and self.live.failure is None and not self.live.apart and not self.live.is_inside:
                 self.flush_state()
