@@ -31,6 +31,9 @@ slow = pytest.mark.slow
 pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(900)]
 RATE = "500mbit"
 NAMED_S = 15.0  # from the loss of a host until the other one's ranks have named it
+# Of what is sent and what is counted. Headers, acknowledgements and, on a busy machine, small or repeated segments are counted,
+# too: 2 % were seen. What is counted in the wrong place, twice or not at all differs by all of the bytes
+SEGMENTS = 0.05
 LEVELS = ["--levels", "2"]  # with two ranks on each host
 ENDED_S = 15.0  # until they have ended, as docs/multi-node.md says
 SEND = """
@@ -87,7 +90,7 @@ def test_the_link_has_its_rate_and_counts(tmp_path: Path) -> None:
     with TwoHosts(tmp_path, RATE) as hosts:
         assert rate_of_sending(hosts, "nodeA") == pytest.approx(500e6 / 8, rel=0.1)
         counted = hosts.inbound_bytes()
-        assert counted["nodeB"] == pytest.approx(25_000_000, rel=0.01) and counted["nodeA"] < 500_000
+        assert counted["nodeB"] == pytest.approx(25_000_000, rel=SEGMENTS) and counted["nodeA"] < 500_000
         assert max(hosts.within_bytes().values()) < 500_000
 
 
@@ -96,7 +99,7 @@ def test_what_a_hosts_processes_send_each_other_is_counted_there_and_not_on_the_
     with TwoHosts(tmp_path, RATE) as hosts:
         rate_of_sending(hosts, "nodeB")
         within = hosts.within_bytes()
-        assert within["nodeB"] == pytest.approx(25_000_000, rel=0.01) and within["nodeA"] < 500_000
+        assert within["nodeB"] == pytest.approx(25_000_000, rel=SEGMENTS) and within["nodeA"] < 500_000
         assert max(hosts.inbound_bytes().values()) < 500_000
 
 
