@@ -178,6 +178,21 @@ def test_two_hosts_have_the_bits_of_one_and_move_what_the_formula_says(tmp_path:
         assert host["within"][-1] == pytest.approx(host["formula_within"][-1], rel=0.02, abs=100_000)
 
 
+@slow
+def test_ranks_that_make_no_levels_on_their_hosts_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    with TwoHosts(tmp_path) as hosts, ForkedRanks(hosts, 2) as ranks:
+        for name, places, told in (
+            ("interleaved", [0, 1, 0, 1], "be neighbours, but nodeA has ranks 0, 2; nodeB has ranks 1, 3; list each host once"),
+            ("unequal", [0, 0, 0, 1], "equal numbers of ranks, but nodeA has ranks 0, 1, 2; nodeB has rank 3; give all hosts"),
+        ):
+            run = ranks.start([*LEVELS, "--steps", "1"], name, places)
+            assert run.wait() != 0 and all(run.codes.values()), run.log()
+            for rank in range(4):
+                said = run.log_of(rank)
+                assert "ConfigError: zero_optimization.zero_hpz_partition_size (" in said and told in said, said
+        assert [path for host in hosts.hosts for path in (host.own / "ssd").iterdir()] == [], "refused ahead of any file"
+
+
 def loop_on(hosts: TwoHosts) -> Launch:
     """A run whose steps have no end, in its third step or a later one."""
     launched = Launch(hosts, ["--loop"])
