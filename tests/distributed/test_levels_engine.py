@@ -77,6 +77,7 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], toleran
 
 STANDING = {"copy_on_device": True}
 SET = ("embed.weight", "blocks.1.up.weight")  # by the worker
+SPREAD_BEHIND_STEPS = ["preSPREAD", "preSPREAD@+1", "0SPREAD@+1", "1SPREAD@+1", "2SPREAD@+1"]  # with copies that stand
 AT_ONCE = {"section": {"optimizer_delay": 0.0}}  # no step is left to the next forward, which would need another copy
 
 
@@ -159,7 +160,7 @@ def test_a_copy_that_stands_has_the_same_bits_and_no_forward_crosses_the_link(tr
         header, *events = found["schedule"].split("\n")
         assert header.endswith(" standing=0-2"), "what has its state in memory is stepped in the next forward"
         spread = [word for line in events for word in line.split() if "SPREAD" in word]
-        assert spread == ["preSPREAD", "preSPREAD@+1", "0SPREAD@+1", "1SPREAD@+1", "2SPREAD@+1"]
+        assert spread == SPREAD_BEHIND_STEPS
 
 
 # how steps are taken, beside copies that stand; how many of the four units' copies do stand in the second step
@@ -356,23 +357,34 @@ def test_a_rank_that_fails_on_its_way_to_a_spread_is_named_and_the_step_is_taken
         assert not differing(rank["suffer"]["weights"], rank["whole"]["weights"])
 
 
+def lanes_of_fetches(trace: Path) -> set[str]:
+    """On which links fetches move bytes, in all steps of a trace."""
+    hops = [span for step in read_trace(trace) for span in step.spans if span.resource.startswith("net_") and span.bytes]
+    return {span.resource for span in hops if "FETCH" in span.name}
+
+
 @pytest.mark.slow
 def test_eight_ranks_as_pairs_in_two_nodes_have_the_bits_of_one_level_and_move_what_the_formula_says(tmp_path: Path) -> None:
     """Pairs share copies, nodes of four add gradients: 2 x 2 x 2. One level: gathers over all ranks, and sums that go to their
-    owner in one hop over all ranks and are added in the same order."""
+    owner in one hop over all ranks and are added in the same order. Of copies that stand no fetch crosses the link."""
     levels, traced = {"gradients": 4}, {"section": {"trace": str(tmp_path / "trace")}}
+    stands = {"section": {"trace": str(tmp_path / "standing"), **AT_ONCE["section"]}}
     runs = [
         {"name": "flat"},
         {"name": "one hop", "kind": "one hop", "levels": levels},
         {"name": "levels", "levels": levels, **traced},
+        {"name": "standing", "levels": levels | STANDING, **stands},
     ]
     found = run_jobs(tmp_path, runs, num_ranks=8)
     crossed = dict.fromkeys(("SPREAD", "CROSS"), 0)  # into the first node
     for rank in found:
-        flat, one, three = (rank[each["name"]] for each in runs)
+        flat, one, three, standing = (rank[each["name"]] for each in runs)
         assert flat["losses"][0] == three["losses"][0] and one["losses"] == three["losses"]
         assert not differing(one["weights"], three["weights"]) and not differing(one["state"], three["state"])
         assert_close(flat["weights"], three["weights"])
+        assert not differing(three["weights"], standing["weights"]) and not differing(three["state"], standing["state"])
+        assert [word for word in standing["schedule"].split() if "SPREAD" in word] == SPREAD_BEHIND_STEPS
+        assert lanes_of_fetches(tmp_path / "standing" / f"rank{rank.rank}.jsonl") == {"net_local"}
         step = read_trace(tmp_path / "trace" / f"rank{rank.rank}.jsonl")[0]
         hops = [span for span in step.spans if span.resource.startswith("net_") and rank.rank < 4]
         for span in (span for span in hops if span.resource == "net_cross"):

@@ -12,8 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +19,7 @@ import hops
 import pytest
 import two_hosts
 from ab_runs import BASE, SCRIPT, write
+from lost_hosts import ENDED_S, LEVELS, NAMED_S, Saved, check_first_error, check_is_lost, check_own_first_errors
 from places import ROOT, SUPPORT
 from processes import start_ranks
 from two_hosts import NAMES, ForkedRanks, ForkedRun, Launch, TwoHosts, launch, results, wait_for
@@ -30,9 +29,9 @@ from ds_vertical.cli.bench import disk_limit
 slow = pytest.mark.slow
 pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(900)]
 RATE = "500mbit"
-NAMED_S = 15.0  # from the loss of a host until the other one's ranks have named it
-LEVELS = ["--levels", "2"]  # with two ranks on each host
-ENDED_S = 15.0  # until they have ended, as docs/multi-node.md says
+# Of what is sent and what is counted. Headers, acknowledgements and, on a busy machine, small or repeated segments are counted,
+# too: 2 % were seen. What is counted in the wrong place, twice or not at all differs by all of the bytes
+SEGMENTS = 0.05
 SEND = """
 import socket, sys, time
 peer = socket.create_connection((sys.argv[1], 5000))
@@ -74,6 +73,18 @@ def test_hosts_have_their_own_and_the_machine_stays_as_it_was(tmp_path: Path) ->
     assert (interfaces(), os.uname().nodename, list(tmp_path.iterdir())) == (before, name, [])
 
 
+def test_where_namespaces_are_refused_the_kernels_words_say_why(tmp_path: Path) -> None:
+    """The reason with which tests are skipped then, and the benchmark ends."""
+    code = "from two_hosts import refusal; print(refusal())"
+    without = ["setpriv", "--bounding-set=-all", sys.executable, "-c", code]  # the right to make namespaces, among others
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{SUPPORT}"}
+    said = subprocess.run(without, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert said == "the kernel refuses what two hosts are made of: unshare: unshare failed: Operation not permitted\n"
+    code = f"import os; os.environ['PATH'] = {str(tmp_path)!r}; {code}"
+    said = subprocess.run([sys.executable, "-c", code], env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert said.startswith("two hosts need the commands unshare, nsenter, ip, tc, mount, hostname (")
+
+
 def rate_of_sending(hosts: TwoHosts, sender: str) -> float:
     """A process on that host sends 25 MB to one on nodeB, by the address of the link; bytes a second."""
     receiver = [str(hosts.bin / "ssh"), "nodeB", f"exec {sys.executable} -c '{RECEIVE}'"]
@@ -87,7 +98,7 @@ def test_the_link_has_its_rate_and_counts(tmp_path: Path) -> None:
     with TwoHosts(tmp_path, RATE) as hosts:
         assert rate_of_sending(hosts, "nodeA") == pytest.approx(500e6 / 8, rel=0.1)
         counted = hosts.inbound_bytes()
-        assert counted["nodeB"] == pytest.approx(25_000_000, rel=0.01) and counted["nodeA"] < 500_000
+        assert counted["nodeB"] == pytest.approx(25_000_000, rel=SEGMENTS) and counted["nodeA"] < 500_000
         assert max(hosts.within_bytes().values()) < 500_000
 
 
@@ -96,7 +107,7 @@ def test_what_a_hosts_processes_send_each_other_is_counted_there_and_not_on_the_
     with TwoHosts(tmp_path, RATE) as hosts:
         rate_of_sending(hosts, "nodeB")
         within = hosts.within_bytes()
-        assert within["nodeB"] == pytest.approx(25_000_000, rel=0.01) and within["nodeA"] < 500_000
+        assert within["nodeB"] == pytest.approx(25_000_000, rel=SEGMENTS) and within["nodeA"] < 500_000
         assert max(hosts.inbound_bytes().values()) < 500_000
 
 
@@ -167,23 +178,26 @@ def test_two_hosts_have_the_bits_of_one_and_move_what_the_formula_says(tmp_path:
         assert host["within"][-1] == pytest.approx(host["formula_within"][-1], rel=0.02, abs=100_000)
 
 
+@slow
+def test_ranks_that_make_no_levels_on_their_hosts_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    with TwoHosts(tmp_path) as hosts, ForkedRanks(hosts, 2) as ranks:
+        for name, places, told in (
+            ("interleaved", [0, 1, 0, 1], "be neighbours, but nodeA has ranks 0, 2; nodeB has ranks 1, 3; list each host once"),
+            ("unequal", [0, 0, 0, 1], "equal numbers of ranks, but nodeA has ranks 0, 1, 2; nodeB has rank 3; give all hosts"),
+        ):
+            run = ranks.start([*LEVELS, "--steps", "1"], name, places)
+            assert run.wait() != 0 and all(run.codes.values()), run.log()
+            for rank in range(4):
+                said = run.log_of(rank)
+                assert "ConfigError: zero_optimization.zero_hpz_partition_size (" in said and told in said, said
+        assert [path for host in hosts.hosts for path in (host.own / "ssd").iterdir()] == [], "refused ahead of any file"
+
+
 def loop_on(hosts: TwoHosts) -> Launch:
     """A run whose steps have no end, in its third step or a later one."""
     launched = Launch(hosts, ["--loop"])
     launched.wait_for_step(2)
     return launched
-
-
-def check_first_error(log: str, host: str, cause: str) -> None:
-    """Of those that a host's ranks print the first names the cause, a regular expression."""
-    errors = [line for line in log.splitlines() if line.startswith(host) and re.search(r"\w*Error: ", line)]
-    assert errors and re.search(f"OtherRankError: {cause}", errors[0]), log
-
-
-def check_own_first_errors(run: ForkedRun, ranks: Iterable[int], cause: str) -> None:
-    """Each of these ranks names the cause in its own first error."""
-    for rank in ranks:
-        check_first_error(run.log_of(rank), "", cause)
 
 
 @slow
@@ -207,22 +221,9 @@ def test_a_host_that_is_lost_ends_the_other_and_is_named(tmp_path: Path, how: st
         assert named_s < NAMED_S and ended_s < ENDED_S, launched.log()
 
 
-def check_is_lost(run: Launch | ForkedRun, event: str, lose: Callable[[], None]) -> None:
-    """`lose` nodeB once its ranks stand in a hop of the event: nodeA's ranks name it, and end, within the time."""
-    inside = [run.out / f"inside{rank}" for rank in (2, 3)]
-    run.wait_for(lambda: all(map(Path.exists, inside)) or not run.left(1), 400)
-    assert all(map(Path.exists, inside)), run.log()
-    members = [json.loads(path.read_text()) for path in inside]
-    assert members == ([[0, 2], [1, 3]] if hops.HOPS[event][1] else [[2, 3]] * 2)
-    lose()
-    named_s = run.wait_for(lambda: re.search("^nodeA.*OtherRankError: ", run.log(), re.MULTILINE) is not None, 60)
-    ended_s = named_s + run.wait_for(lambda: not run.left(0), 60)
-    print(f"named after {named_s:.1f} s, ended after {ended_s:.1f} s")
-    cause = r"train_batch: host nodeB \(ranks 2, 3\) has "
-    check_first_error(run.log(), "nodeA", cause)
-    if isinstance(run, ForkedRun):
-        check_own_first_errors(run, (0, 1), cause)
-    assert named_s < NAMED_S and ended_s < ENDED_S, run.log()
+def members_of(event: str) -> list[list[int]]:
+    """The ranks of the hops in which ranks 2 and 3 stand."""
+    return [[0, 2], [1, 3]] if hops.HOPS[event][1] else [[2, 3]] * 2
 
 
 @slow
@@ -231,31 +232,7 @@ def test_a_host_that_vanishes_within_a_hop_over_levels_is_named(tmp_path: Path, 
     with TwoHosts(tmp_path, RATE) as hosts:
         launched = Launch(hosts, [*LEVELS, "--loop", "--stand-in", event], ranks_per_host=2)
         launched.wait_for(lambda: bool(launched.left(1)), 60)
-        check_is_lost(launched, event, hosts.hosts[1].vanish)
-
-
-@dataclass
-class Saved:
-    """What runs have saved behind their first step: the folders, and of each the digests behind the save by rank."""
-
-    folders: list[Path] = field(default_factory=list)
-    digests: list[list[str]] = field(default_factory=list)
-
-    def note(self, folder: Path, run: ForkedRun) -> None:
-        self.folders.append(folder)
-        self.digests.append([json.loads((run.out / f"kept{rank}.json").read_text()) for rank in range(4)])
-
-    def check_runs_go_on(self, ranks: ForkedRanks) -> None:
-        """Each folder's last checkpoint loads with its digest on each rank of new processes, and the step behind the last
-        folder's has the bits of a run to which nothing has happened."""
-        last = ranks.start([*LEVELS, "--load", *map(str, self.folders), "--steps", "1"], "last")
-        assert last.wait() == 0, last.log()
-        whole = ranks.start([*LEVELS, "--steps", "2"], "whole")
-        assert whole.wait() == 0, whole.log()
-        for rank, (found, expected) in enumerate(zip(results(last.out, 4), results(whole.out, 4), strict=True)):
-            assert found["loaded"] == [str(folder / "global_step1" / "ds_vertical.json") for folder in self.folders]
-            assert found["at_load"] == [digests[rank] for digests in self.digests]
-            assert (found["losses"], found["digest"]) == (expected["losses"][1:], expected["digest"])
+        check_is_lost(launched, "train_batch", members_of(event), hosts.hosts[1].vanish)
 
 
 @slow
@@ -266,10 +243,29 @@ def test_behind_a_host_lost_within_a_hop_the_last_checkpoint_goes_on_with_its_bi
         for event, how in itertools.product((event for event, (_, across) in hops.HOPS.items() if across), ("cut", "killed")):
             folder = hosts.shared / f"saved {event} {how}"
             run = ranks.start([*LEVELS, "--keep", str(folder), "--loop", "--stand-in", event], f"{event} {how}")
-            gone = hosts.hosts[1]
-            check_is_lost(run, event, partial(gone.set_link, False) if how == "cut" else partial(run.kill, 1))
-            run.wait_for(lambda run=run: not run.left(1), 60)
-            gone.set_link(True)
+            lose_second_host(hosts, run, how, "train_batch", members_of(event))
+            saved.note(folder, run)
+        saved.check_runs_go_on(ranks)
+
+
+def lose_second_host(hosts: TwoHosts, run: ForkedRun, how: str, call: str, inside: object) -> None:
+    """See `check_is_lost`; the link is there again when all ranks have ended."""
+    gone = hosts.hosts[1]
+    check_is_lost(run, call, inside, partial(gone.set_link, False) if how == "cut" else partial(run.kill, 1))
+    run.wait_for(lambda: not run.left(1), 60)
+    gone.set_link(True)
+
+
+@slow
+def test_behind_a_host_lost_within_a_save_over_levels_the_checkpoint_before_it_goes_on_with_its_bits(tmp_path: Path) -> None:
+    """To a folder that the hosts share: ahead of what the lost host's ranks are to write last, and behind it."""
+    with TwoHosts(tmp_path, RATE) as hosts, ForkedRanks(hosts, 2) as ranks:
+        saved = Saved()
+        for how, point in (("cut", "rank complete"), ("killed", "files set aside")):
+            folder = hosts.shared / f"saved {how}"
+            words = [*LEVELS, "--keep", str(folder), "--steps", "1", "--save", str(folder), "--stand-at", point]
+            run = ranks.start(words, how)
+            lose_second_host(hosts, run, how, "save_checkpoint", [point] * 2)
             saved.note(folder, run)
         saved.check_runs_go_on(ranks)
 

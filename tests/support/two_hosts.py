@@ -81,7 +81,7 @@ class ForkedRanks:
         self.hosts, self.ranks_per_host = hosts, ranks_per_host
         self._env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(Path.home()), **launch.ENVIRONMENT}
         self._env |= {"PYTHONPATH": f"{ROOT}:{SUPPORT}", "MASTER_ADDR": NAMES[0], "MASTER_PORT": str(launch.PORT)}
-        self._env |= {"WORLD_SIZE": str(ranks_per_host * len(NAMES)), "LOCAL_WORLD_SIZE": str(ranks_per_host)}
+        self._env |= {"WORLD_SIZE": str(ranks_per_host * len(NAMES))}
         settings = " ".join(f"{name}='{value}'" for name, value in self._env.items())
         command = f"{settings} exec {sys.executable} {SUPPORT / 'forks.py'}"
         self.servers = [forks.Server([str(hosts.bin / "ssh"), name, command]) for name in NAMES]
@@ -93,32 +93,34 @@ class ForkedRanks:
         for server in self.servers:
             server.end()
 
-    def start(self, words: Sequence[str], name: str = "out") -> ForkedRun:
-        """Start a run. `name`: another one for each."""
+    def start(self, words: Sequence[str], name: str = "out", places: Sequence[int] | None = None) -> ForkedRun:
+        """Start a run. `name`: another one for each. `places`: the number of each rank's host; None: host by host."""
         out = self.hosts.shared / name
         out.mkdir()
         command = [sys.executable, str(WORKER), "--nvme", str(self.hosts.ssd), "--out", str(out), *words]
+        places = places or [rank // self.ranks_per_host for rank in range(self.ranks_per_host * len(NAMES))]
         pids: list[int] = []
-        for rank in range(self.ranks_per_host * len(NAMES)):
-            host, local = divmod(rank, self.ranks_per_host)
-            env, log = self._env | {"RANK": str(rank), "LOCAL_RANK": str(local)}, out / f"log{rank}"
+        for rank, host in enumerate(places):
+            local = {"LOCAL_RANK": str(places[:rank].count(host)), "LOCAL_WORLD_SIZE": str(places.count(host))}
+            env, log = self._env | {"RANK": str(rank), **local}, out / f"log{rank}"
             pids.append(self.servers[host].ask("start", forks.job_of(command, out, env, (log, log), engine=True)))
-        return ForkedRun(self, out, pids)
+        return ForkedRun(self, out, pids, places)
 
 
 class ForkedRun:
-    """A run of `ForkedRanks` that is under way. `out`: where its ranks write; `pids`: of the ranks, on their hosts."""
+    """A run of `ForkedRanks` that is under way. `out`: where its ranks write; `pids`: of the ranks, on their hosts; `places`:
+    the numbers of these."""
 
-    def __init__(self, ranks: ForkedRanks, out: Path, pids: Sequence[int]) -> None:
+    def __init__(self, ranks: ForkedRanks, out: Path, pids: Sequence[int], places: Sequence[int]) -> None:
         self.out = out
-        self._ranks, self._pids = ranks, pids
+        self._ranks, self._pids, self._places = ranks, pids, places
         self.codes: dict[int, int] = {}  # of the ranks that have ended
 
     def log(self) -> str:
         """What all ranks have said, with the host's name before each line."""
         said: list[str] = []
         for rank in range(len(self._pids)):
-            name = NAMES[rank // self._ranks.ranks_per_host]
+            name = NAMES[self._places[rank]]
             said += [f"{name}: {line}" for line in self.log_of(rank).splitlines()]
         return "\n".join(said)
 
@@ -128,7 +130,7 @@ class ForkedRun:
 
     def left(self, host: int) -> list[int]:
         """The ranks of a host that have not ended."""
-        own = range(host * self._ranks.ranks_per_host, (host + 1) * self._ranks.ranks_per_host)
+        own = [rank for rank, place in enumerate(self._places) if place == host]
         for rank in own:
             if rank not in self.codes and (code := self._ranks.servers[host].ask("poll", self._pids[rank])) is not None:
                 self.codes[rank] = code

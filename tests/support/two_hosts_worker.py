@@ -2,7 +2,7 @@
 
     deepspeed --hostfile hostfile tests/support/two_hosts_worker.py --nvme FOLDER --out FOLDER [--steps 2] [--loop]
         [--save FOLDER ...] [--on-signal FOLDER] [--node-local] [--load FOLDER ...] [--keep FOLDER] [--die RANK POINT]
-        [--trace FOLDER] [--levels RANKS] [--stand-in EVENT]
+        [--trace FOLDER] [--levels RANKS] [--stand-in EVENT] [--stand-at POINT]
 
 Each rank writes OUT/rank<R>.json at the end: losses, a digest of weights and of its share of the state, and per step the bytes
 that came in over the host's link, and those that the host's processes got from each other. `--loop`: steps without end;
@@ -12,7 +12,7 @@ OUT/step<R> holds the number of the last one. `--save`: saves to each folder at 
 behind each, and goes on from the last one. `--keep`: ahead of all that follows a step and a save to the folder, and
 OUT/kept<R>.json has the digest behind it. `--die`: that rank is killed in the save at the end, at that point. `--levels`: so
 many ranks are a node. `--stand-in`: in the second step the ranks of the second half write OUT/inside<R> and stand still in a
-hop of that event, one of `hops.HOPS`.
+hop of that event, one of `hops.HOPS`. `--stand-at`: the same, in the save at the end, at that point.
 """
 
 from __future__ import annotations
@@ -84,24 +84,30 @@ def told(call: Callable[[], object]) -> str:
     return "done"
 
 
-def die_at(point: str) -> None:
-    """Let this rank be killed where its save reaches the point."""
+def act_at(point: str, act: Callable[[], object]) -> None:
+    """Let this rank act where its save reaches the point."""
 
     def reach(now: str) -> None:
         if now == point:
-            os.kill(os.getpid(), signal.SIGKILL)
+            act()
 
     save.reach = reach
 
 
-def stand_in(event: str, ranks_per_node: int, out: Path, rank: int, passed: int) -> None:
-    """Let this rank stand still in a hop of an event over levels, behind `passed` of them."""
+def stand(out: Path, rank: int, where: object) -> None:
+    """Note where this rank stands, and stand still."""
+    (out / f"inside{rank}.new").write_text(json.dumps(where))
+    (out / f"inside{rank}.new").rename(out / f"inside{rank}")
+    time.sleep(1000)
 
-    def stand(members: list[int]) -> None:
-        (out / f"inside{rank}").write_text(json.dumps(members))
-        time.sleep(1000)
 
-    act_in(event, ranks_per_node, passed, stand)
+def let_stand(options: argparse.Namespace, rank: int) -> None:
+    """Let this rank stand still where the options say so, if they do."""
+    if options.stand_in is not None:
+        passed = 5 if options.keep is None else 1  # a step has some five hops of each event
+        act_in(options.stand_in, options.levels, passed, partial(stand, options.out, rank))
+    if options.stand_at is not None:
+        act_at(options.stand_at, partial(stand, options.out, rank, options.stand_at))
 
 
 def digest(engine: Any, model: torch.nn.Module, rank: int) -> str:
@@ -132,6 +138,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--levels", type=int)
     parser.add_argument("--stand-in")
+    parser.add_argument("--stand-at")
     parser.add_argument("--local_rank", type=int)
     return parser.parse_args()
 
@@ -165,17 +172,16 @@ def main() -> int:
         at_load.append(digest(engine, model, rank))
     if options.keep is not None:
         keep(engine, model, options.keep, options.out)
-    if options.stand_in is not None and rank >= dist.get_world_size() // 2:
-        # a step has some five hops of each event
-        stand_in(options.stand_in, options.levels, options.out, rank, passed=5 if options.keep is None else 1)
+    if rank >= dist.get_world_size() // 2:
+        let_stand(options, rank)
     if options.die is not None and rank == int(options.die[0]):
-        die_at(options.die[1])
+        act_at(options.die[1], partial(os.kill, os.getpid(), signal.SIGKILL))
     if options.loop:
         loop(engine, rank, options.out)
     found = train(engine, rank, options.steps)
     found |= {"start": start, "loaded": loaded, "at_load": at_load, "neighbours": ranks.ranks_on_this_host()}
     calls = [partial(engine.save_checkpoint, str(folder)) for folder in options.save]
-    found["saves"] = [told(call) if options.die is None else call() for call in calls]
+    found["saves"] = [told(call) if options.die is None and options.stand_at is None else call() for call in calls]
     found["digest"] = digest(engine, model, rank)
     (options.out / f"rank{rank}.json").write_text(json.dumps(found))
     return 0
