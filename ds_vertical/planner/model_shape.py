@@ -136,8 +136,8 @@ class ModelShape:
 
     @property
     def unit_files(self) -> tuple[float, ...]:
-        """Bytes of the parameter files of `pre` and of each layer on this rank. A run has a share of the parameters in memory
-        by whole units, so that each of the others has all of its files."""
+        """Bytes of the parameter files of `pre` and of each layer on this rank. Where a share of the parameters is in memory, a
+        plan counts each unit's as whole: a run has whole parameters there, of which a unit may have few."""
         each = self.param_bytes * (self.in_files(TensorKind.PARAMETERS) > 0) / self.num_shards
         return tuple(elements * each for elements in self._units) if self.files is None else self.files
 

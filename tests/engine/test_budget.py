@@ -34,7 +34,7 @@ from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.io import host
 from ds_vertical.model.layers import map_layers
 from ds_vertical.offload.grad_accumulator import LARGE
-from ds_vertical.planner.memory_budget import budget
+from ds_vertical.planner.memory_budget import budget, layer_buffers
 
 MIB = 1 << 20
 
@@ -112,6 +112,22 @@ def test_max_in_cpu_is_of_all_groups_of_the_optimizer_together(tmp_path: Path, m
         assert items["parameter buffers"] == engine._params.host_bytes
     finally:
         dispose(engine)
+
+
+@pytest.mark.parametrize(
+    ("resting", "left"), [(6, [0.5] * 6), (9, [0.5, 0.0] * 3), (11, [0.5, 0.0, 0.0, 0.0, 0.0, 0.0])], ids=str
+)
+def test_max_in_cpu_keeps_as_much_of_every_layer_in_host_memory(tmp_path: Path, resting: int, left: list[float]) -> None:
+    """To within one parameter, of two matrices a layer: what a layer has no room for, the next ones make up for. The buffers
+    shrink with the largest. What no file is large enough for takes no part."""
+    matrix, sizes = 512 * 512, dict[int, list[int]]()
+    for count in (0, resting):
+        config = small_buffers(base_config(tmp_path, dtype="fp32", max_in_cpu=count * matrix))
+        with running(config, partial(MixerModel, 6), vertical=True) as (engine, _):
+            found = engine.param_store.files.sizes
+            sizes[count] = [found[layer] for layer in range(6)]
+            assert engine.param_store.host_bytes == max(sizes[count]) * layer_buffers(1, sum(map(bool, sizes[count])))
+    assert sizes[0] == [2 * 4 * matrix] * 6 and [size / (2 * 4 * matrix) for size in sizes[resting]] == left
 
 
 def test_clipping_that_is_not_written_counts_as_deepspeeds_own(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def check_items(setting: Setting, host_bytes: int) -> None:
             assert -PADDING <= plan.get(what, 0) - run.get(what, 0) <= 2 * PADDING, what  # small tensors of two blocks in fp32
     most_more = MOST_MORE_SHARED if is_shared else MOST_MORE
     in_host = found.choice.placement.share(TensorKind.PARAMETERS, Tier.HOST)
-    if 0 < in_host < 1:  # by whole units, whose buffers a run does not have
+    if 0 < in_host < 1:  # whose buffers a run does not have
         resting = in_host * setting.spec.num_elements * found.shape.param_bytes
         most_more = most_more | {"parameter buffers": most_more["parameter buffers"] + resting}
     assert all(plan[what] - run.get(what, 0) <= most for what, most in most_more.items() if what in plan)
@@ -188,7 +188,7 @@ def test_a_set_up_that_takes_more_than_the_steps_is_planned_for() -> None:
 def test_a_share_of_the_parameters_in_host_memory_is_of_each_ranks_shards(
     monkeypatch: pytest.MonkeyPatch, name: str, num_ranks: int
 ) -> None:
-    """The first units rest there whole. The others' buffers are as large as without them."""
+    """Some of every layer, in whole parameters. A plan counts buffers as large as without them."""
     setting = Setting(name, "bf16", 1.0, 2, num_ranks=num_ranks)
     found = setting.candidate(4e9)
     assert found is not None
@@ -205,7 +205,7 @@ def test_a_share_of_the_parameters_in_host_memory_is_of_each_ranks_shards(
 
 
 def test_a_program_has_all_of_the_parameters_in_host_memory_only_without_buffers_for_them() -> None:
-    """Between none and all of them a share saves no buffers; where all fit that way, they are there."""
+    """Between none and all of them a plan counts no buffers less; where all fit that way, they are there."""
     setting = Setting("gpt, tied", "bf16", 1.0, 2)
     found = setting.candidate(8e9)
     assert found is not None and not found.shape.in_files(TensorKind.PARAMETERS)
