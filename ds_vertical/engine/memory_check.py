@@ -40,9 +40,8 @@ from ds_vertical.schedule.events import Unit
 from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, Placement, RunSettings, TensorKind, Tier
 
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
-# In the limit that is advised: of what the process takes, which is more in one start than in another; or, where that is more,
-# of all that the run needs, for the holes between its blocks, up to so many bytes.
-_HEADROOM: Final = 0.1
+# In the limit that is advised, where it is more than the `SPREAD` of what the process takes: of all that the run needs, for the
+# holes between its blocks, up to so many bytes.
 _HOLES, _MOST_HOLES = 0.05, 128 << 20
 _SHARES: Final = (0.75, 0.5, 0.25, 0.0)
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
@@ -483,7 +482,7 @@ def _fault(forecast: Forecast, room: _Room, limit: int | None, ranks: int) -> st
 
 def _headroom(needed: int, baseline: int) -> float:
     """What an advised limit has beyond the bytes that are needed, of which the process has `baseline` already."""
-    return max(_HEADROOM * baseline, min(_HOLES * needed, _MOST_HOLES))
+    return max(memory_budget.SPREAD * baseline, min(_HOLES * needed, _MOST_HOLES))
 
 
 def _share(value: float) -> float:

@@ -47,6 +47,8 @@ LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, ke
 SUB_GROUP: Final = "zero_optimization.sub_group_size"
 INIT_BUFFERS: Final = "zero_optimization.offload_param.buffer_count"
 _FP32_BYTES: Final = 4
+_PROCESS: Final = 704 << 20  # bytes of host memory that a process holds beside a model, where nobody has measured them
+SPREAD: Final = 0.1  # of them: by so much more in one start than in another
 _LARGE_MODEL: Final = 1_000_000_000  # elements of a model, from which on chunks are large
 MEASURED_KEY: Final = "(measured)"
 STATE_SHARE: Final = "vertical_schedule.optimizer_host_share"
@@ -127,6 +129,13 @@ class BudgetItem:
     what: str
     num_bytes: int
     key: str
+
+
+def libraries(process_bytes: float | None) -> BudgetItem:
+    """What a planned run's process holds beside the model, as measured on its machine (`ds-vertical limits`), and a little
+    more; where that is None, an assumption."""
+    held = _PROCESS if process_bytes is None else round((1 + SPREAD) * process_bytes)
+    return BudgetItem(Tier.HOST, "interpreter and libraries", held + LATER_BYTES, MEASURED_KEY)
 
 
 def reduce_bytes(largest_parameter: int, num_shards: int, one_memory: bool) -> int:

@@ -79,7 +79,7 @@ _MORE_OF: Final = per_tier(
 )
 _NO_SECONDS: Final = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
 _estimate_s: Final = attrgetter("estimate_s")
-_LIBRARIES: Final = memory_budget.BudgetItem(Tier.HOST, "interpreter and libraries", 800 << 20, memory_budget.MEASURED_KEY)
+_LIBRARIES: Final = memory_budget.libraries(None)
 
 
 class PlanError(ValueError):
