@@ -175,6 +175,7 @@ class Forecast:
             suf=SufShape(elements[SUF], trained[SUF], files[SUF]) if SUF in units else None,
             apart=self._layers.outside.apart,
             compressed=self._resolved.optimizer_compression,
+            copied=shards.copied,
         )
 
     @property
@@ -190,6 +191,7 @@ class Forecast:
             shares_state=self.host_share > 0,
             ahead=self.ahead,
             keeps_freed=self.keeps_freed,
+            early_share=1.0 - self.timing.delay if self.timing.possible else 0.0,
         )
 
     @property

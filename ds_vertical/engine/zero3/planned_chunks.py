@@ -93,6 +93,13 @@ class PlannedShards:
         """Whether the state of anything that the schedule steps is in files."""
         return any(chunk.state_in_files and not chunk.persistent for chunk in self.chunks)
 
+    @property
+    def copied(self) -> int:
+        """Elements of parameters that rest in memory and are stepped with state in files: an early step makes a copy."""
+        in_files = set(map(id, self.in_files))
+        stepped = (chunk for chunk in self.chunks if chunk.state_in_files and not chunk.persistent)
+        return sum(self.numel(param) for chunk in stepped for param in chunk.params if id(param) not in in_files)
+
     def _goes_to_ssd(self, param: nn.Parameter) -> bool:
         return self._json.params_in_files and self.numel(param) * self.param_bytes >= self._json.least_bytes
 
