@@ -188,6 +188,22 @@ def test_fp16_keeps_every_gradient_in_plans_as_in_runs() -> None:
     assert found.case.terms.held_share == forecast.terms.held_share == 1.0 and not found.choice.early
 
 
+@pytest.mark.parametrize(("on_ssd", "state_on_ssd"), [(0.0, 1.0), (0.0, 0.4), (0.5, 1.0)])
+def test_early_values_of_parameters_in_memory_count_in_plans_as_in_runs(on_ssd: float, state_on_ssd: float) -> None:
+    """Weights in memory, state on SSD: until the norm three quarters of them are there once more."""
+    setting = Setting("gpt", "bf16", 0.0, 2, delay=0.25, state_on_ssd=state_on_ssd)
+    found = setting.candidate(8e9)
+    assert found is not None
+    placement = found.choice.placement.with_shares(TensorKind.PARAMETERS, {Tier.SSD: on_ssd})
+    case = replace(found.case, shape=replace(found.shape, placement=placement))
+    found = replace(found, choice=replace(found.choice, placement=placement), case=case)
+    what, run = "early values of parameters", run_bytes(setting.forecast(setting.config(found, 8e9)))
+    early = 0.75 * min(1 - on_ssd, state_on_ssd) * 2 * setting.spec.num_elements
+    plan, at_rest = planned_bytes(found), "optimizer state at rest"  # of which a run may have less, by one parameter
+    assert 0.8 * early < run[what] <= plan[what] + plan.get(at_rest, 0) - run.get(at_rest, 0) + PADDING
+    assert plan[what] <= early + 2 * found.shape.small.parameters + PADDING
+
+
 def test_a_set_up_that_takes_more_than_the_steps_is_planned_for() -> None:
     """A wide vocabulary: stock's buffers for the embedding's state take more than any step."""
     setting = Setting("llama, wide vocabulary", "bf16", 0.0, 2, delay=0.0)
