@@ -66,6 +66,10 @@ def _not_one(value: object) -> bool:
     return _number(value) != 1
 
 
+def _no_count(value: object) -> bool:
+    return value != "auto" and not (_number(value) >= 0 and _number(value) % 1 == 0)
+
+
 @dataclass(frozen=True)
 class _Refusal:
     """A setting that the vertical arm refuses: where, when, why, and what to write instead."""
@@ -87,6 +91,7 @@ _PARALLEL = "only data parallelism is supported"
 _REFUSALS = (
     _Refusal(f"{_ZERO}.zenflow", _present, "ZenFlow's delayed updates are not exact", _REMOVE),
     _Refusal(f"{_ZERO}.zero_quantized_nontrainable_weights", _true, _PLAIN, _OFF),
+    _Refusal(f"{_ZERO}.offload_param.max_in_cpu", _no_count, "it is a number of elements", "write 0 or more"),
     _Refusal(f"{_ZERO}.offload_optimizer.super_offload", _true, "SuperOffload replaces the optimizer", _OFF),
     _Refusal(f"{_ZERO}.offload_optimizer.ratio", _not_one, "the whole step runs on the host", "write 1.0 or remove it"),
     _Refusal("optimizer.params.torch_adam", _true, _ADAM, _OFF),

@@ -362,7 +362,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, begun: l
     needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     check_room(resolved.activations, host_bytes, left)
     resolved = settle_read_ahead(section, resolved, forecast)
-    needs += [*disk_check.check_disk(forecast, config, resolved), *late_copies(section, resolved, forecast.timing)]
+    needs += [*disk_check.check_disk(forecast, config, resolved, room), *late_copies(section, resolved, forecast.timing)]
     prepared = _prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         accelerator.log(f"ds_vertical: {line}")

@@ -21,7 +21,7 @@ from ds_vertical.config.file import DeepSpeedJson
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks
 from ds_vertical.engine import machine_cache
-from ds_vertical.engine.memory_check import Forecast
+from ds_vertical.engine.memory_check import Forecast, fits_with
 from ds_vertical.errors import MemoryBudgetError, StorageError
 from ds_vertical.io import files, host
 from ds_vertical.io.disk_errors import remedy
@@ -31,6 +31,7 @@ from ds_vertical.io.runs.this_host import host_id
 from ds_vertical.offload.chunking import FP32_BYTES
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
+from ds_vertical.planner.memory_budget import STATE_SHARE, STATE_SHARES
 from ds_vertical.types import RunSettings, Tier
 
 _SPARE: Final = 64  # the run's folders, and open files of everybody else: sockets of the process group, a monitor, data
@@ -40,6 +41,17 @@ _STRIPED_QUEUES: Final = 2  # of ours, through which DeepSpeed's swappers move f
 _READ_PER_PART: Final = 4  # master, moments, gradient
 _SUB_GROUP: Final = memory_budget.SUB_GROUP
 _AIO: Final = Path("/proc/sys/fs")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A folder on a file system, its share of the run's bytes, the ranks of this host that have files there, and the bytes that
+    are free for each of them."""
+
+    folder: Path
+    share: float
+    sharing: int
+    free: int
 
 
 @dataclass(frozen=True)
@@ -81,15 +93,16 @@ class DiskNeed:
         return ", ".join(f"{what} {_mib(count)}" for what, count in sizes.items() if count)
 
 
-def check_disk(forecast: Forecast, config: dict[str, Any], resolved: RunSettings) -> list[str]:
-    """Lines for the log. Raises StorageError, on every rank, with the numbers of all that does not fit on this one, or on
-    another one; ahead of that what `check_locked` raises."""
+def check_disk(forecast: Forecast, config: dict[str, Any], resolved: RunSettings, room: tuple[int, int]) -> list[str]:
+    """Lines for the log. `room`: of host memory, see `room.host_room`. Raises StorageError, on every rank, with the numbers of
+    all that does not fit on this one, or on another one; ahead of that what `check_locked` raises."""
     check_locked(forecast, config)
-    disks = _disks(forecast, config)
+    disks = _disks(forecast, config, places := _places(forecast, config))
     faults, lines = [], _one_file_system(resolved.nvme_paths or ())
+    advice = _advice(forecast, config, resolved, places, room) if any(disk.left < 0 for disk in disks) else []
     for disk in disks:
         where = "" if len(disks) == 1 else f"{disk.folder}: "
-        faults += _disk_faults(disk, forecast, resolved)
+        faults += _disk_faults(disk, resolved, advice)
         lines.append(f"{where}disk of this rank, beside its parameters: {disk.parts}; free: {_mib(disk.free)}")
         lines.append(where + _frozen(disk))
     if forecast.files.num_files:
@@ -180,34 +193,40 @@ def _smaller_sub_group(forecast: Forecast, config: dict[str, object], lockable: 
 def holds_second(forecast: Forecast, config: dict[str, Any]) -> bool:
     """Whether the SSDs of every rank hold what early steps need: a second generation of files, unless they take none.
     Collective."""
-    disks = _disks(forecast, config, demanded=False)
+    disks = _disks(forecast, config, _places(forecast, config), demanded=False)
     return all(ranks.all_gathered(forecast.timing.generations == 1 or all(disk.second for disk in disks)))
 
 
-def _disks(forecast: Forecast, config: dict[str, Any], demanded: bool | None = None) -> list[DiskNeed]:
-    """What goes to each file system; nothing where no state of the optimizer is to be on SSD. `demanded`: whether early steps
-    are taken without room for their files, too; None: as the timing says. Collective."""
+def _places(forecast: Forecast, config: dict[str, Any]) -> list[_Place]:
+    """Where the run's files lie; nothing where no state of the optimizer is to be on SSD. Collective."""
+    shares = _shares(config) if forecast.files.state or forecast.files.all_gradients else {}
+    every = ranks.all_gathered([(host_id(), device) for device in shares])
+    found = []
+    for device, (folder, share) in shares.items():
+        sharing = sum((host_id(), device) in others for others in every)
+        found.append(_Place(folder, share, sharing, files.free_bytes(folder) // sharing))
+    return found
+
+
+def _disks(
+    forecast: Forecast, config: dict[str, Any], places: Sequence[_Place], demanded: bool | None = None
+) -> list[DiskNeed]:
+    """What goes to each of `places`. `demanded`: whether early steps are taken without room for their files, too; None: as the
+    timing says."""
     wanted = forecast.files
     demanded = forecast.timing.demanded if demanded is None else demanded
-    shares = _shares(config)
-    places = [(host_id(), device) for device in shares] if wanted.state or wanted.all_gradients else []
-    every = ranks.all_gathered(places)
-    if not places:
-        return []
     params = (config["zero_optimization"].get("offload_param") or {}).get("nvme_path")
-    beside = wanted.parameters if params and _device(Path(params)) in shares else 0
-    sharing = [sum(place in others for others in every) for place in places]
-    free = [files.free_bytes(folder) // count for (folder, _), count in zip(shares.values(), sharing, strict=True)]
+    beside = wanted.parameters if params and _device(Path(params)) in map(_device, (each.folder for each in places)) else 0
     state = wanted.state + wanted.low
     second = state + (wanted.second if beside else 0)
-    fits = all((state + second) * share <= room for (_, share), room in zip(shares.values(), free, strict=True))
+    fits = all((state + second) * place.share <= place.free for place in places)
     takes_second = forecast.timing.generations == 2 and (demanded or fits)
     held = wanted.gradients if takes_second or forecast.timing.generations == 1 else wanted.all_gradients
     frozen = wanted.state * (2 if takes_second else 1) + beside + wanted.shared
     sizes = (state, second if takes_second else 0, held, frozen)
     return [
-        DiskNeed(folder, count, room, *(math.ceil(size * share) for size in sizes))
-        for (folder, share), count, room in zip(shares.values(), sharing, free, strict=True)
+        DiskNeed(place.folder, place.sharing, place.free, *(math.ceil(size * place.share) for size in sizes))
+        for place in places
     ]
 
 
@@ -235,21 +254,54 @@ def _one_file_system(paths: Sequence[str]) -> list[str]:
     ]
 
 
-def _disk_faults(disk: DiskNeed, forecast: Forecast, resolved: RunSettings) -> Iterator[str]:
+def _disk_faults(disk: DiskNeed, resolved: RunSettings, advice: Sequence[str]) -> Iterator[str]:
     if disk.left < 0:
-        savings = {"optimizer_delay": disk.second, "gradient_host_share": disk.gradients}  # of a 1 in each
-        settings = [f'"{SECTION}.{key}": 1' for key, saved in savings.items() if saved and disk.left + saved >= 0]
         yield (
             f"{disk.folder}: this rank needs {disk.needed} more bytes beside its parameters ({disk.parts}), the file system has"
-            f" {disk.told}; free {-disk.left * disk.sharing} bytes or {' or '.join([*settings, 'use another nvme_path'])}"
+            f" {disk.told}; free {-disk.left * disk.sharing} bytes or {' or '.join([*advice, 'use another nvme_path'])}"
         )
-    saved = Path(resolved.on_signal.save_dir) if resolved.on_signal else None
-    if saved is not None and 0 <= disk.left < disk.frozen and _device(saved) == _device(disk.folder):
+    elif _lacks_checkpoint(disk, resolved):
+        assert resolved.on_signal is not None
         yield (
-            f"{SECTION}.on_signal.save_dir: {saved} is on the file system of nvme_path, where a checkpoint needs up to"
-            f" {disk.frozen} bytes more, and {disk.left} are left; write a folder on another one, or free"
-            f" {(disk.frozen - disk.left) * disk.sharing} bytes"
+            f"{SECTION}.on_signal.save_dir: {resolved.on_signal.save_dir} is on the file system of nvme_path, where a"
+            f" checkpoint needs up to {disk.frozen} bytes more, and {disk.left} are left; write a folder on another one, or"
+            f" free {(disk.frozen - disk.left) * disk.sharing} bytes"
         )
+
+
+def _lacks_checkpoint(disk: DiskNeed, resolved: RunSettings) -> bool:
+    """Whether a checkpoint that `on_signal` asks for lies where there is no room for it."""
+    saved = None if resolved.on_signal is None else Path(resolved.on_signal.save_dir)
+    return saved is not None and disk.left < disk.frozen and _device(saved) == _device(disk.folder)
+
+
+def _advice(
+    forecast: Forecast, config: dict[str, Any], resolved: RunSettings, places: Sequence[_Place], room: tuple[int, int]
+) -> list[str]:
+    """The least numbers in the section each of which alone makes this rank's files fit, where host memory has room for what
+    then rests there. `room`: see `check_disk`."""
+    if forecast.host_share and (config.get(SECTION) or {}).get("optimizer_host_share") is None:
+        forecast = forecast.changed(STATE_SHARE, 0.0)  # null takes what all else leaves, which may be nothing then
+
+    largest = min(memory_budget.PART_ELEMENTS, max((chunk.numel for chunk in forecast.chunks), default=0))
+    half_piece = FP32_BYTES * largest // 2  # by which gradients' files may be larger than was said
+
+    def mends(path: str, value: float) -> bool:
+        other = forecast.changed(path, value)
+        disks = _disks(other, config, places)
+        all_wait = other.timing.generations == 2 and not any(disk.second for disk in disks)  # early steps are given up
+        fits = not any(disk.left < bool(disk.gradients) * half_piece or _lacks_checkpoint(disk, resolved) for disk in disks)
+        return fits and fits_with(forecast, room, path, value, spares=True, all_wait=all_wait)
+
+    steps = [count / STATE_SHARES for count in range(1, STATE_SHARES + 1)]
+    now = {"optimizer_delay": forecast.timing.delay, "gradient_host_share": resolved.gradient_host_share}
+    now["optimizer_host_share"] = forecast.host_share
+    found = []
+    for key, present in now.items():
+        values = [value for value in steps if value > present] if key != "optimizer_delay" else [1.0]  # no other saves a file
+        value = next((each for each in values if mends(f"{SECTION}.{key}", each)), None)
+        found += [] if value is None else [f'"{SECTION}.{key}": {value:g}']
+    return found
 
 
 def _frozen(disk: DiskNeed) -> str:

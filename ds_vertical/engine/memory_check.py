@@ -19,6 +19,7 @@ from ds_vertical.compat import accelerator, gradient_norm, stock_config, zero_pa
 from ds_vertical.config.file import DeepSpeedJson, num_micro_batches
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks as distributed_ranks
+from ds_vertical.engine.budget.changed import with_key
 from ds_vertical.engine.budget.freed import freed_bytes
 from ds_vertical.engine.budget.further import acco_items, compression_items, level_items
 from ds_vertical.engine.budget.room import host_room
@@ -39,9 +40,8 @@ from ds_vertical.schedule.events import Unit
 from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, Placement, RunSettings, TensorKind, Tier
 
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
-# In the limit that is advised: of what the process takes, which is more in one start than in another; or, where that is more,
-# of all that the run needs, for the holes between its blocks, up to so many bytes.
-_HEADROOM: Final = 0.1
+# In the limit that is advised, where it is more than the `SPREAD` of what the process takes: of all that the run needs, for the
+# holes between its blocks, up to so many bytes.
 _HOLES, _MOST_HOLES = 0.05, 128 << 20
 _SHARES: Final = (0.75, 0.5, 0.25, 0.0)
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
@@ -82,7 +82,7 @@ class Forecast:
         self._json, self._config = stock_config.OffloadSettings.read(config), config
         self.host_share = resolved.optimizer_host_share if self._json.state_in_files else 0.0
         self.changed: Callable[[str, float], Forecast] = lambda path, value: Forecast(
-            layers, groups, *_with_key(config, resolved, path, value)
+            layers, groups, *with_key(config, resolved, path, value)
         )
         self._one_memory = accelerator.is_one_memory()
         self._param_bytes = stock_config.element_bytes(layers.units.values(), config)
@@ -175,6 +175,7 @@ class Forecast:
             suf=SufShape(elements[SUF], trained[SUF], files[SUF]) if SUF in units else None,
             apart=self._layers.outside.apart,
             compressed=self._resolved.optimizer_compression,
+            copied=shards.copied,
         )
 
     @property
@@ -190,6 +191,7 @@ class Forecast:
             shares_state=self.host_share > 0,
             ahead=self.ahead,
             keeps_freed=self.keeps_freed,
+            early_share=1.0 - self.timing.delay if self.timing.possible else 0.0,
         )
 
     @property
@@ -402,19 +404,22 @@ def _slots_ahead(forecast: Forecast, left: int) -> tuple[int, str]:
     return count, f"{count} of {wanted} pieces of state that wait for the norm, limited by {limit}"
 
 
-def _fits_with(forecast: Forecast, room: _Room, path: str, value: float) -> bool:
-    """Whether the run fits with another number at a path of the JSON."""
+def fits_with(forecast: Forecast, room: _Room, path: str, value: float, spares: bool = False, all_wait: bool = False) -> bool:
+    """Whether the run fits with another number at a path of the JSON. `spares`: with what an advised limit has beyond the need,
+    too; `all_wait`: with all gradients waiting, whatever the timing says."""
     (allowed, baseline), now, forecast = room, forecast, forecast.changed(path, value)
     forecast.pairs, forecast.keeps_freed = now.pairs, now.keeps_freed
-    items = memory_budget.budget(forecast.shape, forecast.terms, forecast.further(baseline))
-    return max(memory_budget.total_bytes(items, Tier.HOST), baseline + forecast.setup_bytes) <= allowed
+    terms = replace(forecast.terms, held_share=1.0) if all_wait else forecast.terms
+    items = memory_budget.budget(forecast.shape, terms, forecast.further(baseline))
+    needed = max(memory_budget.total_bytes(items, Tier.HOST), baseline + forecast.setup_bytes)
+    return needed + spares * _headroom(needed, baseline) <= allowed
 
 
 def _fitting_share(forecast: Forecast, room: _Room) -> float | None:
     """The largest share of the state in host memory that fits, where the present one is what does not; None where none is."""
 
     def fits(share: float) -> bool:
-        return _fits_with(forecast, room, STATE_SHARE, share)
+        return fits_with(forecast, room, STATE_SHARE, share)
 
     now = forecast.host_share
     tried = (count / STATE_SHARES for count in range(STATE_SHARES - 1, -1, -1))
@@ -434,7 +439,7 @@ def _mending(forecast: Forecast, room: _Room) -> list[str]:
         tried.append((f"{SECTION}.optimizer_delay", forecast.timing.delay, _SHARES))
     found = []
     for path, now, values in tried:
-        fitting = (value for value in values if value < now and _fits_with(forecast, room, path, value))
+        fitting = (value for value in values if value < now and fits_with(forecast, room, path, value))
         if (value := next(fitting, None)) is not None:
             found.append(f'"{path}": {_in_full(value)} (now {_in_full(now)})')
     return found
@@ -479,20 +484,7 @@ def _fault(forecast: Forecast, room: _Room, limit: int | None, ranks: int) -> st
 
 def _headroom(needed: int, baseline: int) -> float:
     """What an advised limit has beyond the bytes that are needed, of which the process has `baseline` already."""
-    return max(_HEADROOM * baseline, min(_HOLES * needed, _MOST_HOLES))
-
-
-def _with_key(config: DeepSpeedJson, resolved: RunSettings, path: str, value: float) -> tuple[DeepSpeedJson, RunSettings]:
-    """The JSON and the settings with another number at a path: of the section, or of DeepSpeed's `zero_optimization`."""
-    section, *keys = path.split(".")
-    if section == SECTION:
-        return config, replace(resolved, **{keys[0]: value})
-    return _replaced(config, [section, *keys], value), resolved
-
-
-def _replaced(section: DeepSpeedJson, keys: Sequence[str], value: float) -> DeepSpeedJson:
-    key, *inner = keys
-    return {**section, key: _replaced(section.get(key) or {}, inner, value) if inner else value}
+    return max(memory_budget.SPREAD * baseline, min(_HOLES * needed, _MOST_HOLES))
 
 
 def _share(value: float) -> float:

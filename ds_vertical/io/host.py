@@ -184,6 +184,11 @@ def available_bytes() -> int:
     return min([_kib(Path("/proc/meminfo"), "MemAvailable"), *_group_bytes()])
 
 
+def room_bytes(num_ranks: int = 1) -> int:
+    """What this process may take in all, as one of `num_ranks` which share what is available."""
+    return resident_bytes() + available_bytes() // num_ranks
+
+
 def lockable_bytes() -> int | None:
     """Bytes that this process may yet lock; None where it may lock any amount."""
     if int(_field(Path("/proc/self/status"), "CapEff"), 16) >> _CAP_IPC_LOCK & 1:

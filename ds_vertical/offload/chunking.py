@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TypeVar
 
 LANE = 16  # elements of the widest vector unit (AVX-512, fp32); narrower units divide it
@@ -131,7 +132,7 @@ def chunk_layout(
 
 
 def spread_params(
-    first: Sequence[_Param], layers: Sequence[Sequence[_Param]], numel: Callable[[_Param], int], share: float
+    first: Sequence[_Param], layers: Sequence[Sequence[_Param]], numel: Callable[[_Param], int], share: float | Fraction
 ) -> list[_Param]:
     """About `share` of all elements in whole parameters, never more: those of `first` that there is room for, then evenly among
     the layers. What a layer has no parameter small enough for, the next ones make up for."""

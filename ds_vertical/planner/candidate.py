@@ -493,8 +493,8 @@ def _seconds(entry: tuple[LpProblem, Solution]) -> float:
 
 def _shared(case: LpProblem, share: float, delays: Sequence[float]) -> Iterator[LpProblem]:
     shape = with_state_in_memory(replace(case.shape, placement=Placement.of(state_on_ssd=1.0), kept=None), share)
-    limits = beside_state(case.limits, shape)
     setup = case.setup_bytes + memory_budget.stock_setup(0, 0, math.ceil(share * shape.stepped_elements / shape.num_shards))
+    shared = replace(case.terms, shares_state=True, **memory_budget.LEAN)
     for delay in delays:
-        terms = replace(case.terms, held_share=held_share(case, delay, 1 - share), shares_state=True, **memory_budget.LEAN)
-        yield replace(case, shape=shape, terms=terms, delay=delay, limits=limits, setup_bytes=setup)
+        terms = replace(shared, held_share=held_share(case, delay, 1 - share), early_share=(1 - delay) * case.early)
+        yield replace(case, shape=shape, terms=terms, delay=delay, limits=beside_state(case.limits, shape), setup_bytes=setup)

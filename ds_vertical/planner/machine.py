@@ -216,7 +216,8 @@ class Profile:
 
     `capacity`: bytes that training may take of each tier of the whole machine, None where that is not known. `flops_per_s`: by
     dtype, as matrix products reach it. `assumed`: what the numbers rest on where nobody measured them. `aio`: the settings that
-    were fastest, None where none were tried. `memory_bytes_per_s`: of the device's memory.
+    were fastest, None where none were tried. `memory_bytes_per_s`: of the device's memory. `process_bytes`: of host memory,
+    that a process holds beside its model; None where nobody has measured them.
     """
 
     name: str
@@ -227,6 +228,7 @@ class Profile:
     date: str | None = None
     aio: Mapping[str, object] | None = None
     memory_bytes_per_s: float | None = None
+    process_bytes: float | None = None
 
     def flops_per_byte(self, dtype: str) -> float:
         """Operations of matrix products in the time of a byte that the device reads or writes; 0 where that is not known."""
@@ -250,10 +252,11 @@ class Profile:
             check_number("rates", f"{dtype}_flops_per_s", value, 1.0, "operations per second")
         sizes = {tier: capacity.get(key) for tier, key in _CAPACITIES.items()}
         assumed = tuple(report.get("assumed") or ())
-        memory = rates.get("memory_bytes_per_s")
-        if memory is not None:
-            check_number("rates", "memory_bytes_per_s", memory, 1.0, "bytes per second, or null")
-        return cls(name, Machine.from_dict(report), sizes, speeds, assumed, report.get("date"), report.get("aio"), memory)
+        further = {key: rates.get(key) for key in ("memory_bytes_per_s", "process_bytes")}
+        for key, value in further.items():
+            if value is not None:
+                check_number("rates", key, value, 1.0, "bytes per second, or null" if "_per_s" in key else "bytes, or null")
+        return cls(name, Machine.from_dict(report), sizes, speeds, assumed, report.get("date"), report.get("aio"), **further)
 
 
 def shipped() -> list[str]:

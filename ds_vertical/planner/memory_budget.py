@@ -10,6 +10,7 @@ P elements of this rank, M micro-batches, L layers, layers of at most N elements
             freed memory         with one memory, what the C library keeps of what a backward frees, or where short a layer's
             kept for the backward  M K of all layers that rests there, K of a micro-batch; buffers of cells, where some move
             at rest              parameters and state that are not on SSD
+            early values         parameters at rest whose early steps may yet not count: their new values, until the norm
     device  parameters           (w + 1) N and `pre`, gathered (none where they are the host's buffers)
             gradient sums        4N of one layer (with M = 1 its gradients as autograd makes them) and of `pre`: a layer's sums
                                  leave one by one, ahead of the next layer's; where `pre` and `suf` are apart, the moment counts
@@ -47,6 +48,8 @@ LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, ke
 SUB_GROUP: Final = "zero_optimization.sub_group_size"
 INIT_BUFFERS: Final = "zero_optimization.offload_param.buffer_count"
 _FP32_BYTES: Final = 4
+_PROCESS: Final = 704 << 20  # bytes of host memory that a process holds beside a model, where nobody has measured them
+SPREAD: Final = 0.1  # of them: by so much more in one start than in another
 _LARGE_MODEL: Final = 1_000_000_000  # elements of a model, from which on chunks are large
 MEASURED_KEY: Final = "(measured)"
 STATE_SHARE: Final = "vertical_schedule.optimizer_host_share"
@@ -92,7 +95,8 @@ class BudgetTerms:
     host are one memory: in layer-major order, and where there is room. `keeps_freed`: whether, where they are, the C library
     keeps what any backward frees; else pieces that are larger than all that a layer's backward frees go back to the kernel, and
     the last layer's gradients, which would wait while the suffix's are made, do not wait.
-    `shares_state`: of the state that goes to SSD otherwise, a share that was chosen rests in host memory.
+    `shares_state`: of the state that goes to SSD otherwise, a share that was chosen rests in host memory. `early_share`: of the
+    steps of state in files, those that may be taken before the norm.
     """
 
     num_micro_batches: int
@@ -105,6 +109,7 @@ class BudgetTerms:
     shares_state: bool = False
     ahead: int = 0
     keeps_freed: bool = True
+    early_share: float = 0.0
 
 
 SPARE_SHARE: Final = 0.1  # of what a run needs: with less room beyond it freed memory goes back within each step
@@ -127,6 +132,13 @@ class BudgetItem:
     what: str
     num_bytes: int
     key: str
+
+
+def libraries(process_bytes: float | None) -> BudgetItem:
+    """What a planned run's process holds beside the model, as measured on its machine (`ds-vertical limits`), and a little
+    more; where that is None, an assumption."""
+    held = _PROCESS if process_bytes is None else round((1 + SPREAD) * process_bytes)
+    return BudgetItem(Tier.HOST, "interpreter and libraries", held + LATER_BYTES, MEASURED_KEY)
 
 
 def reduce_bytes(largest_parameter: int, num_shards: int, one_memory: bool) -> int:
@@ -297,6 +309,8 @@ def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     small = shape.small.parameters if shape.in_files(TensorKind.PARAMETERS) else 0.0  # a share is of other units, it may be
     resting = min(rank, resting + small) * shape.param_bytes
     yield _item(Tier.HOST, "parameters at rest", resting, "zero_optimization.offload_param.device")
+    copied = terms.early_share * _copied(shape) * shape.param_bytes
+    yield _item(Tier.HOST, "early values of parameters", copied, "vertical_schedule.optimizer_delay")
     stepped = shape.stepped_elements / shape.num_shards
     resting = stepped * shape.state_bytes * shape.placement.share(TensorKind.STATE, Tier.HOST)
     resting += shape.small.state * shape.state_bytes
@@ -313,6 +327,19 @@ def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     yield _item(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu")
     yield from _kept(shape, terms, Tier.HOST)
     yield from _levels(shape, terms)
+
+
+def _copied(shape: ModelShape) -> float:
+    """Elements of this rank's parameters in memory that are stepped with state in files, at most. Where a share of the
+    parameters is in memory, all of it may be: so what a plan chooses counts in proportion."""
+    if shape.copied is not None:
+        return shape.copied
+    if not shape.in_files(TensorKind.STATE):
+        return 0.0
+    if not shape.in_files(TensorKind.PARAMETERS):
+        return shape.stepped_elements / shape.num_shards * shape.in_files(TensorKind.STATE)
+    in_host = shape.placement.share(TensorKind.PARAMETERS, Tier.HOST)
+    return in_host * shape.num_elements / shape.num_shards + shape.small.parameters
 
 
 def _levels(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:

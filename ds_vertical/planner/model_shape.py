@@ -53,20 +53,20 @@ class ModelShape:
 
     `forward_s`, `backward_s`: one layer (of largest size), one micro-batch; backward without the recompute, with the sum
     into the gradient. Smaller layers cost in proportion to their elements. `head_s`: suffix, loss and their backward.
-    `activation_bytes`: what passes from a layer to the next for one micro-batch. `num_shards`: ranks that share each
-    parameter. `state_bytes`: per element, fp32 master and two moments. `generations`: copies of the files of state and
-    parameters on SSD (2 where steps may be discarded). `part_elements`: most elements of a piece that
-    goes through the optimizer pipeline by itself (null: a unit or its part at once). `working_bytes`: what a layer needs on
-    the device while it runs backward for one micro-batch.
-    `reduce_bytes`: what a REDUCE needs beside the sums. `files`: bytes of the parameter files of `pre` and of each layer on
-    this rank, `gradients`: their elements that the optimizer steps, `slot_bytes`: of the largest piece's state (null: what
-    placement, elements and `part_elements` say). `kept`: what forwards keep for backwards (null: nothing). `suf`: the unit of
-    what the suffix alone uses (null: that belongs to `pre`); `apart`: the units outside the layers that are away where other
+    `activation_bytes`: what passes from a layer to the next for one micro-batch. `num_shards`: ranks that share each parameter.
+    `state_bytes`: per element, fp32 master and two moments. `generations`: copies of the files of state and parameters on SSD
+    (2 where steps may be discarded). `part_elements`: most elements of a piece that goes through the optimizer pipeline by
+    itself (null: a unit or its part at once). `working_bytes`: what a layer needs on the device while it runs backward for one
+    micro-batch. `reduce_bytes`: what a REDUCE needs beside the sums. `files`: bytes of the parameter files of `pre` and of each
+    layer on this rank, `gradients`: their elements that the optimizer steps, `slot_bytes`: of the largest piece's state (null:
+    what placement, elements and `part_elements` say). `kept`: what forwards keep for backwards (null: nothing). `suf`: the unit
+    of what the suffix alone uses (null: that belongs to `pre`); `apart`: the units outside the layers that are away where other
     code runs, see `Outside`. `network`: how the ranks lie on nodes (null: collectives take no time). `state_places`: of units
     with other shares than the placement's, the elements whose state this rank has in files and in memory. `compressed`: of each
-    master in files the low half is read and written; any step but an early one reads the parameter, too.
-    `small`: what files are too small for (none, where `files` and `placement` leave it out). `freed`: what backwards free,
-    where autograd keeps nothing for them. `blocks_per_layer`: of a layer of largest size. Raises CostsError.
+    master in files the low half is read and written; any step but an early one reads the parameter, too. `small`: what files
+    are too small for (none, where `files` and `placement` leave it out). `freed`: what backwards free, where autograd keeps
+    nothing for them. `copied`: elements of this rank's parameters in memory whose state is in files (null: what the placement
+    says). `blocks_per_layer`: of a layer of largest size. Raises CostsError.
     """
 
     pre_elements: int
@@ -98,6 +98,7 @@ class ModelShape:
     compressed: bool = False
     small: SmallTensors = SmallTensors()
     freed: FreedBytes = FreedBytes()
+    copied: float | None = None
     blocks_per_layer: int = 1
 
     def __post_init__(self) -> None:
@@ -136,8 +137,8 @@ class ModelShape:
 
     @property
     def unit_files(self) -> tuple[float, ...]:
-        """Bytes of the parameter files of `pre` and of each layer on this rank. A run has a share of the parameters in memory
-        by whole units, so that each of the others has all of its files."""
+        """Bytes of the parameter files of `pre` and of each layer on this rank. Where a share of the parameters is in memory, a
+        plan counts each unit's as whole: a run has whole parameters there, of which a unit may have few."""
         each = self.param_bytes * (self.in_files(TensorKind.PARAMETERS) > 0) / self.num_shards
         return tuple(elements * each for elements in self._units) if self.files is None else self.files
 

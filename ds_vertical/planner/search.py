@@ -79,7 +79,7 @@ _MORE_OF: Final = per_tier(
 )
 _NO_SECONDS: Final = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
 _estimate_s: Final = attrgetter("estimate_s")
-_LIBRARIES: Final = memory_budget.BudgetItem(Tier.HOST, "interpreter and libraries", 800 << 20, memory_budget.MEASURED_KEY)
+_LIBRARIES: Final = memory_budget.libraries(None)
 
 
 class PlanError(ValueError):
@@ -184,7 +184,7 @@ def tune_timing(
     for delay in delays if case.early else (choice.delay,):
         held = held_share(case, delay, case.shape.in_files(TensorKind.STATE))
         for window in windows:
-            terms = replace(case.terms, window=window, held_share=held)
+            terms = replace(case.terms, window=window, held_share=held, early_share=(1 - delay) * case.early)
             changed = replace(case, terms=terms, delay=delay)
             other = Candidate(replace(choice, window=window, delay=delay), changed, 0.0, ())
             found += [other] if fits(other) else []
@@ -315,6 +315,7 @@ class _Search:
         terms = memory_budget.BudgetTerms(
             *(sizes.num_micro_batches, self.window),
             **{"held_share": held, "one_memory": one_memory, "shares_state": 0 < on_ssd < 1, **memory_budget.LEAN},
+            early_share=(1 - delay) * early,
         )
         shape = with_state_in_memory(shape_of(task.spec, seconds or _NO_SECONDS, division), 1 - on_ssd)
         shape = memory_budget.as_run(shape, task.spec, one_memory, task.least_file_bytes)

@@ -9,6 +9,7 @@ import re
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,10 +27,13 @@ from ds_vertical.compat import zero_optimizer
 from ds_vertical.config.resolve import resolve
 from ds_vertical.config.section import load_section
 from ds_vertical.engine import disk_check
+from ds_vertical.engine.memory_check import Forecast, groups_of
 from ds_vertical.errors import StorageError
 from ds_vertical.io import files
 from ds_vertical.io.runs import run_dir
-from ds_vertical.types import RunSettings
+from ds_vertical.model.layers import map_layers
+from ds_vertical.planner import memory_budget
+from ds_vertical.types import RunSettings, Tier
 
 MIB = 1 << 20
 BUILD = partial(MixerModel, 3)
@@ -55,8 +59,6 @@ def config_in(folder: Path, clip: float = 0.0, section: dict[str, Any] | None = 
     ids=["two generations", "gradients wait", "state shared", "masters compressed"],
 )
 def test_the_files_are_as_large_as_was_said(tmp_path: Path, clip: float, section: dict[str, Any]) -> None:
-    from ds_vertical.engine.memory_check import Forecast, groups_of
-
     made = config_in(tmp_path, clip, section)
     compresses = section.get("optimizer_compression", False)
     if compresses:
@@ -83,7 +85,7 @@ def test_the_files_are_as_large_as_was_said(tmp_path: Path, clip: float, section
         engine.save_checkpoint(str(tmp_path / "saved"))
         frozen = said.state * (2 if second else 1) + said.parameters  # of both generations, where parts of both are current
         frozen += said.shared
-        told = "\n".join(disk_check.check_disk(forecast, made, engine.vertical))
+        told = "\n".join(disk_check.check_disk(forecast, made, engine.vertical, (1 << 40, 0)))
         assert f"takes up to {frozen / MIB:.1f} MiB more" in told  # no low halves: no checkpoint shares them
         least = (
             0.5 if compresses else 0.8
@@ -110,6 +112,14 @@ def on_disk(folder: Path, size_bytes: int, monkeypatch: pytest.MonkeyPatch, **se
     return str(raised.value)
 
 
+def trains(folder: Path, size_bytes: int, monkeypatch: pytest.MonkeyPatch, **section: Any) -> bool:
+    """Whether `initialize` accepts the run on so small a file system."""
+    with small_disk(folder, size_bytes, monkeypatch):
+        engine, _ = build_engine(config_in(folder, section=section, params="cpu"), BUILD, vertical=True)
+        dispose(engine)
+    return True
+
+
 def test_too_little_room_is_refused_with_what_would_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One generation of this model's state takes 21 MiB, its gradients 7."""
     told = on_disk(tmp_path / "one", 30 * MIB, monkeypatch, optimizer_delay=0.5)  # asks for early steps
@@ -117,11 +127,80 @@ def test_too_little_room_is_refused_with_what_would_fit(tmp_path: Path, monkeypa
     assert match is not None, told
     needed, free, missing = map(int, match.groups())
     assert missing == needed - free > 0 and needed > 42 * MIB
-    assert 'or "vertical_schedule.optimizer_delay": 1 or use another nvme_path' in told
+    assert 'or "vertical_schedule.optimizer_delay": 1 or ' in told and told.endswith(" or use another nvme_path")
+    assert trains(tmp_path / "one mended", 30 * MIB, monkeypatch, optimizer_delay=1.0)
     told = on_disk(tmp_path / "two", 25 * MIB, monkeypatch, optimizer_delay=1.0, gradient_host_share=0.0)
-    assert "waiting gradients" in told and 'or "vertical_schedule.gradient_host_share": 1 or use another nvme_path' in told
+    assert "waiting gradients" in told and 'or "vertical_schedule.gradient_host_share": 0.6 or ' in told
+    assert trains(tmp_path / "two mended", 25 * MIB, monkeypatch, optimizer_delay=1.0, gradient_host_share=0.6)
     told = on_disk(tmp_path / "three", 10 * MIB, monkeypatch)
     assert "optimizer_delay" not in told and "second generation" not in told
+    advised = re.search(r'bytes or "vertical_schedule.optimizer_host_share": (0.\d+) or use another nvme_path', told)
+    assert advised is not None and trains(tmp_path / "four", 10 * MIB, monkeypatch, optimizer_host_share=float(advised[1]))
+
+
+class Planned:
+    """What `initialize` checks of a model's run, whose SSD has so many bytes free."""
+
+    def __init__(self, folder: Path, clip: float = 0.0, **section: Any) -> None:
+        start_process_group()
+        self.folder, self.clip, self.section = folder, clip, section
+        self.made = config_in(folder, clip, section)
+        self.layers, loaded = map_layers(model := BUILD(), None), load_section(self.made)
+        assert loaded is not None
+        self.resolved = resolve(loaded)
+        self.forecast = Forecast(self.layers, groups_of(model, None, None), self.made, self.resolved)
+
+    def needed(self, all_wait: bool = False) -> int:
+        terms = replace(self.forecast.terms, held_share=1.0) if all_wait else self.forecast.terms
+        return memory_budget.total_bytes(memory_budget.budget(self.forecast.shape, terms, self.forecast.further(0)), Tier.HOST)
+
+    def refused(self, allowed: int) -> str | None:
+        """What the check of the disk says where so many bytes of host memory are allowed."""
+        self.forecast.paired((allowed, 0))
+        try:
+            disk_check.check_disk(self.forecast, self.made, self.resolved, (allowed, 0))
+        except StorageError as error:
+            return str(error)
+        return None
+
+    def advised(self, allowed: int) -> dict[str, float]:
+        message = self.refused(allowed)
+        assert message is not None and message.count(";") == 1
+        return {key: float(value) for key, value in re.findall(r'"vertical_schedule\.(\w+)": ([\d.]+)', message)}
+
+
+@pytest.mark.parametrize(
+    ("free", "clip", "section", "advised"),
+    [
+        (40, 0.0, {"optimizer_delay": 0.5}, {"optimizer_delay", "optimizer_host_share"}),
+        (40, 1.0, {"optimizer_speculation": True}, {"optimizer_delay", "optimizer_host_share"}),
+        (25, 1.0, {"optimizer_delay": 1.0, "gradient_host_share": 0.0}, {"gradient_host_share", "optimizer_host_share"}),
+        (25, 0.0, {"optimizer_delay": 0.5, "gradient_host_share": 0.0}, {"optimizer_host_share"}),
+        (25, 0.0, {"gradient_host_share": 0.0}, {"gradient_host_share", "optimizer_host_share"}),
+        (10, 0.0, {"optimizer_delay": 1.0}, {"optimizer_host_share"}),
+    ],
+    ids=["early", "speculating", "gradients", "early, gradients", "early given up", "state"],
+)
+def test_every_number_that_a_short_disk_advises_makes_the_run_fit_in_memory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, clip: float, section: dict[str, Any], advised: set[str]
+) -> None:
+    """By making the change. What takes memory that is not there is not advised: with `optimizer_delay` 1 all gradients wait."""
+    monkeypatch.setattr(files, "free_bytes", lambda path: free * MIB)
+    planned = Planned(tmp_path, clip, **section)
+    found = planned.advised(1 << 40)
+    assert set(found) == advised
+
+    def needed(key: str, value: float) -> int:
+        other = Planned(tmp_path, clip, **section | {key: value})
+        assert other.refused(1 << 40) is None, (key, value)
+        return other.needed(all_wait=other.forecast.timing.possible and not other.forecast.timing.demanded)
+
+    for key, value in found.items():
+        least = needed(key, value)
+        assert planned.advised(int(1.06 * least) + MIB)[key] == value
+        fewer = planned.advised(least - MIB)
+        assert fewer.get(key) != value, "there is no memory for it"
+        assert all(needed(*each) <= least - MIB for each in fewer.items())
 
 
 def test_room_for_a_checkpoint_is_told_and_demanded_where_one_is_sure(

@@ -15,7 +15,7 @@ NUM_MATRICES = 2 * NUM_LAYERS
 # tier -> (offload_param.device, max_in_cpu in elements, matrices that then rest on SSD: in stock, in the vertical arm)
 PARAMS: dict[str, tuple[str, int, int, int]] = {
     "nvme": ("nvme", 0, NUM_MATRICES, NUM_MATRICES),
-    "nvme_part_in_cpu": ("nvme", 1_000_000, NUM_MATRICES - 3, NUM_MATRICES - 2),
+    "nvme_part_in_cpu": ("nvme", 1_000_000, NUM_MATRICES - 3, NUM_MATRICES - 3),
     "cpu": ("cpu", 0, 0, 0),
     "none": ("none", 0, 0, 0),
 }

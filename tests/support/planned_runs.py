@@ -82,6 +82,12 @@ class Setting:
     delay: float = 1.0
     state_on_ssd: float = 1.0
     num_ranks: int = 1  # of one host, each with the bytes that are given
+    process_bytes: int | None = None  # that `ds-vertical limits` has measured
+
+    @property
+    def baseline(self) -> int:
+        """What the run's process holds beside its model."""
+        return BASELINE if self.process_bytes is None else self.process_bytes
 
     @property
     def spec(self) -> ModelSpec:
@@ -96,7 +102,8 @@ class Setting:
 
     def search(self, host_bytes: float) -> search._Search:
         norm = memory_budget.norm_copy(self.spec.largest_parameter, True)
-        return search._Search(self.task, CPU, limits(host_bytes), (search._LIBRARIES, norm), window=self.window)
+        libraries = memory_budget.libraries(self.process_bytes)
+        return search._Search(self.task, CPU, limits(host_bytes), (libraries, norm), window=self.window)
 
     def candidate(self, host_bytes: float) -> Candidate | None:
         """What the search would make of the setting; None where it finds no room."""
@@ -137,9 +144,9 @@ def planned_bytes(candidate: Candidate) -> dict[str, int]:
     return _by_name(candidate.items)
 
 
-def run_bytes(forecast: memory_check.Forecast) -> dict[str, int]:
-    items = memory_budget.budget(forecast.shape, forecast.terms, forecast.further(BASELINE))
-    return _by_name(memory_budget.with_setup(items, BASELINE + forecast.setup_bytes))
+def run_bytes(forecast: memory_check.Forecast, baseline: int = BASELINE) -> dict[str, int]:
+    items = memory_budget.budget(forecast.shape, forecast.terms, forecast.further(baseline))
+    return _by_name(memory_budget.with_setup(items, baseline + forecast.setup_bytes))
 
 
 def _by_name(items: tuple[memory_budget.BudgetItem, ...]) -> dict[str, int]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from ds_vertical.cli.bench import disk_limit, fio
 from ds_vertical.cli.bench.host_bench import core_s_per_byte, core_share
-from ds_vertical.cli.bench.machine_info import accelerator, describe_machine, versions
+from ds_vertical.cli.bench.machine_info import accelerator, describe_machine, process_bytes, versions
 from ds_vertical.cli.bench.ssd_bench import median_s, transfer_s, tune_aio
 from ds_vertical.cli.common import JsonObject, first_line
 from ds_vertical.cli.links import command as links
@@ -202,7 +202,7 @@ def _check(options: argparse.Namespace) -> None:
 def _rates(options: argparse.Namespace, config: JsonObject) -> dict[str, float]:
     """Every rate that the options ask for but those of the SSDs, measured one after the other."""
     rates = copy_rates(options.size_mb << 20, options.rounds) | adam_rate(options.rounds) | norm_rate(options.rounds)
-    rates |= product_rates(options.rounds)
+    rates |= product_rates(options.rounds) | {"process_bytes": process_bytes()}
     if accelerator() == "cpu":
         from ds_vertical.cli.bench.host_bench import event_s
 
@@ -467,14 +467,14 @@ def product_rates(rounds: int, tokens: int = 128, width: int = 1024) -> dict[str
 
 
 def capacity(folder: Path) -> dict[str, int | None]:
-    """Bytes that training may take in each tier, as of now; the device's None where it is the host's memory."""
+    """Bytes that training may take in each tier, once this process has ended; the device's None where it is the host's."""
     import torch
 
     from ds_vertical.io import streams
 
     device = None if accelerator() == "cpu" else streams.module_of(torch.device(accelerator())).mem_get_info()[0]
     disk = os.statvfs(folder)
-    return {"device_bytes": device, "host_bytes": hostmemory.available_bytes(), "ssd_bytes": disk.f_bavail * disk.f_frsize}
+    return {"device_bytes": device, "host_bytes": hostmemory.room_bytes(), "ssd_bytes": disk.f_bavail * disk.f_frsize}
 
 
 def layer_seconds(options: argparse.Namespace, config: JsonObject) -> dict[str, float]:

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
+import socket
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
+from typing import Final
+
+from ds_vertical.cli.common import JsonObject
+from ds_vertical.config.section import SECTION
+
+_LIMIT_S: Final = 300
+_TELL: Final = "import sys; from ds_vertical.cli.bench.machine_info import tell_process_bytes; tell_process_bytes(sys.argv[1])"
+_TINY: Final = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+}
 
 
 def accelerator() -> str:
@@ -42,6 +61,44 @@ def versions() -> dict[str, str | None]:
     packages = ("torch", "deepspeed", "transformers", "ds-vertical")
     found = {name: _version(name) for name in packages}
     return found | {"commit": _commit(Path(__file__).parents[3]), "python": platform.python_version()}
+
+
+def process_bytes() -> int:
+    """Host memory that a process holds once it has come to `initialize`, beside its model: a process of its own tells. Raises
+    OSError where it cannot."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with tempfile.TemporaryDirectory(prefix="ds_vertical.limits.") as folder:
+        command = [sys.executable, "-c", _TELL, folder]
+        done = subprocess.run(command, env=os.environ | alone, capture_output=True, text=True, timeout=_LIMIT_S)
+    if done.returncode:
+        raise OSError(f"a process that imports what training needs has ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return int(done.stdout.split()[-1])
+
+
+def tell_process_bytes(folder: str) -> None:
+    """Print the bytes that this process holds once it has done what a script does ahead of `initialize`. `folder`: for the
+    run's files, of which it makes none."""
+    import torch
+
+    from ds_vertical.engine.api import prepare
+    from ds_vertical.engine.budget.room import host_room
+
+    config: JsonObject = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": folder}},
+        SECTION: {},
+    }
+    prepare(config)
+    parameters = [torch.zeros(1, device=accelerator(), requires_grad=True)]
+    if importlib.util.find_spec("transformers") is not None:
+        from ds_vertical.model.hf import build_model
+
+        parameters += build_model("tiny", {"model_type": "llama", **_TINY}, lambda config: None).parameters()
+    print(host_room(map(torch.nn.Parameter, parameters), None)[1], flush=True)
 
 
 def _commit(checkout: Path) -> str | None:

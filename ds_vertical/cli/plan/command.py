@@ -142,7 +142,7 @@ def _planned(options: argparse.Namespace) -> JsonObject:
         has = f"a step of {options.tokens_per_step} tokens has {fitting} sequence(s) a rank"
         advice = f"write {fitting} or less, or more --tokens-per-step"
         raise ConfigError(f"--micro-batch-size {options.micro_batch_size}: {has}; {advice}")
-    found = choose(task, machine.machine, _limits(machine, options))
+    found = choose(task, machine.machine, _limits(machine, options), (memory_budget.libraries(machine.process_bytes),))
     locked = not machine.machine.one_memory
     training = TrainingOptions(options.clip, tuple(options.nvme_path), locked, machine.aio or AIO)
     config = write_config(found.chosen, spec, training)

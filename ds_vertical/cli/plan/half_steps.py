@@ -102,7 +102,7 @@ def _two_halves(exact: Candidate, copies: Copies, network: Network) -> TwoHalves
     count = exact.choice.num_micro_batches // 2
     plain = {"delay": 1.0, "early": False, "kept": None, "in_place": False, "levels": None, "speculation": False}
     choice = replace(exact.choice, num_micro_batches=count, placement=placement, **plain)
-    terms = replace(exact.case.terms, num_micro_batches=count, held_share=1.0)
+    terms = replace(exact.case.terms, num_micro_batches=count, held_share=1.0, early_share=0.0)
     case = replace(exact.case, shape=shape, terms=terms, delay=1.0, early=False, menu=None, setup_bytes=0.0, build_bytes=0.0)
     halved = HalvedStep(choice, case, 0.0, ())
     # no estimate from few layers: where NORM@-1 stands changes with their number

@@ -26,4 +26,4 @@ def host_room(params: Iterable[nn.Parameter], limit: int | None) -> tuple[int, i
 
 def machine_room() -> int:
     """Bytes of host memory that this rank may take in all by what the machine has free now, whatever the JSON says."""
-    return host.resident_bytes() + host.available_bytes() // distributed_ranks.ranks_on_this_host()
+    return host.room_bytes(distributed_ranks.ranks_on_this_host())

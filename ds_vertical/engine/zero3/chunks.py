@@ -7,7 +7,8 @@ Overridden private methods of DeepSpeed are marked `override` and listed in `com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any, Final
 
@@ -77,6 +78,7 @@ class ChunkedStage3(StateRoutes):
         self._unit_of = layers.unit_of()
         self.stock_groups: list[list[zero_params.ZeroParam]] = []
         self._persistent: set[int] = set()
+        self._num_grouped = 0  # elements of the groups that have been cut into chunks
         super().__init__(*args, **kwargs)
         zero_optimizer.place_as_stock(self)
         self._stepped = {id(param) for chunk in self.fp16_groups for param in chunk}
@@ -99,9 +101,13 @@ class ChunkedStage3(StateRoutes):
         def rests(param: nn.Parameter) -> bool:
             return id(param) in in_host
 
+        first: frozenset[int] = frozenset()
+        if self.params_in_nvme_and_cpu:
+            room = max(1, self.max_params_in_cpu - self._num_grouped)  # stock's least buffer
+            first = leading(self.layer_map, params_group, zero_params.shard_numel, zero_params.is_on_ssd, room)
+        self._num_grouped += sum(map(zero_params.shard_numel, params_group))
         chunks: list[list[nn.Parameter]] = []
-        for unit in self.layer_map.in_chunk_order(self.params_in_nvme_and_cpu):
-            members = (param for param in params_group if self._unit_of[id(param)] == unit)
+        for _, members in members_in_order(self.layer_map, params_group, first, self.params_in_nvme_and_cpu):
             layout = chunk_layout(members, zero_params.shard_numel, stays, self.sub_group_size, rests)
             chunks += [params for params, _ in layout]
         return chunks
@@ -184,14 +190,45 @@ class ChunkedStage3(StateRoutes):
 
 
 def params_in_host(
-    layers: LayerMap, movable: Collection[int], numel: Callable[[nn.Parameter], int], share: float
+    layers: LayerMap, movable: Collection[int], numel: Callable[[nn.Parameter], int], share: float | Fraction
 ) -> frozenset[int]:
     """By id the parameters whose state rests in host memory where `share` of it does: first those outside the layers, which are
-    reduced last and stepped first. `movable`: by id those whose state would be on SSD; `numel`: elements on this rank."""
+    reduced last and stepped first. `movable`: by id those whose state would be on SSD; `numel`: elements on this rank. Likewise
+    for parameters themselves; the host buffers of those outside the layers would be there for all of a step."""
     units = {unit: [param for param in params if id(param) in movable] for unit, params in layers.units.items()}
     outside = [param for unit, params in units.items() if not isinstance(unit, int) for param in params]
     inside = [params for unit, params in units.items() if isinstance(unit, int)]
     return frozenset(map(id, spread_params(outside, inside, numel, share)))
+
+
+def leading(
+    layers: LayerMap,
+    group: Sequence[nn.Parameter],
+    numel: Callable[[nn.Parameter], int],
+    has_file: Callable[[nn.Parameter], bool],
+    room: int,
+) -> frozenset[int]:
+    """By id the parameters of one of the optimizer's groups whose chunks come first, since DeepSpeed keeps the first `room`
+    elements of the group in host memory though parameters are to be on SSD: some of every layer, so that the transfers of all
+    shrink alike. None where there is room for the whole group. `has_file`: otherwise, as small parameters have not; `numel`:
+    elements on this rank."""
+    movable = {id(param): numel(param) for param in group if has_file(param)}
+    if not movable or sum(map(numel, group)) <= room:
+        return frozenset()
+    return params_in_host(layers, movable, numel, min(1.0, Fraction(room, sum(movable.values()))))
+
+
+def members_in_order(
+    layers: LayerMap, group: Sequence[nn.Parameter], first: Collection[int], params_in_files: bool
+) -> Iterator[tuple[Unit, list[nn.Parameter]]]:
+    """A group's parameters by unit, in the order in which their chunks come; those of `first`, by id, ahead of all others."""
+    unit_of = layers.unit_of()
+    for ahead in (True, False):
+        by_unit: dict[Unit, list[nn.Parameter]] = {}
+        for param in group:
+            if (id(param) in first) == ahead:
+                by_unit.setdefault(unit_of[id(param)], []).append(param)
+        yield from ((unit, by_unit[unit]) for unit in layers.in_chunk_order(params_in_files) if unit in by_unit)
 
 
 def make_chunks(optimizer: ChunkedStage3, early_share: float, generations: int) -> list[Chunk]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_vertical.compat import stock_config, zero_params
 from ds_vertical.distributed import ranks as distributed_ranks
-from ds_vertical.engine.zero3.chunks import params_in_host
+from ds_vertical.engine.zero3.chunks import leading, members_in_order, params_in_host
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.offload.chunking import FP32_BYTES, chunk_layout
 from ds_vertical.schedule.events import Unit
@@ -51,7 +51,6 @@ class PlannedShards:
         self.num_shards = distributed_ranks.world_size()
         self._layers = layers
         self._json = json
-        self._unit_of = layers.unit_of()
         self._persistent = self._on_device()
         movable = {id(param) for group in groups for param in group} - self._persistent if json.state_in_files else ()
         self._in_host = params_in_host(layers, movable, self.numel, host_share)
@@ -94,6 +93,13 @@ class PlannedShards:
         """Whether the state of anything that the schedule steps is in files."""
         return any(chunk.state_in_files and not chunk.persistent for chunk in self.chunks)
 
+    @property
+    def copied(self) -> int:
+        """Elements of parameters that rest in memory and are stepped with state in files: an early step makes a copy."""
+        in_files = set(map(id, self.in_files))
+        stepped = (chunk for chunk in self.chunks if chunk.state_in_files and not chunk.persistent)
+        return sum(self.numel(param) for chunk in stepped for param in chunk.params if id(param) not in in_files)
+
     def _goes_to_ssd(self, param: nn.Parameter) -> bool:
         return self._json.params_in_files and self.numel(param) * self.param_bytes >= self._json.least_bytes
 
@@ -109,10 +115,13 @@ class PlannedShards:
     def _chunks(self, group: Sequence[nn.Parameter], host_room: int) -> Iterator[PlannedChunk]:
         """Of one of the optimizer's groups. Its first `host_room` elements stay in host memory, in whole chunks."""
         passed = 0
-        for unit in self._layers.in_chunk_order(self._json.params_in_files):
-            members = (param for param in group if self._unit_of[id(param)] == unit)
-            largest = self._json.sub_group_size
-            layout = chunk_layout(members, self.numel, lambda p: id(p) in self._persistent, largest, self._rests_in_host)
+
+        def stays(param: nn.Parameter) -> bool:
+            return id(param) in self._persistent
+
+        first = leading(self._layers, group, self.numel, self._goes_to_ssd, host_room)  # none where none has a file
+        for unit, members in members_in_order(self._layers, group, first, self._json.params_in_files):
+            layout = chunk_layout(members, self.numel, stays, self._json.sub_group_size, self._rests_in_host)
             for params, persistent in layout:
                 sizes = tuple(map(self.numel, params))
                 passed += sum(sizes)

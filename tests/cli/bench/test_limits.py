@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from own_cache import own_cache
 from places import ROOT
+from processes import free_port
 
-from ds_vertical.cli.bench import block_timer, fio, limits
+from ds_vertical.cli.bench import block_timer, fio, limits, machine_info
 from ds_vertical.engine import machine_cache
 from ds_vertical.model.kept.recording import CallPlan, Recording
-from ds_vertical.planner.machine import Machine
+from ds_vertical.planner import memory_budget
+from ds_vertical.planner.machine import Machine, Profile
 from ds_vertical.types import ActivationPolicy
 
 MODEL = ROOT / "configs" / "models" / "gpt_13m.json"
@@ -70,8 +75,37 @@ def test_rates_are_measured_printed_and_written(
     assert 0 <= machine.compute_latency_s < 0.01
     assert machine.copy_host_bytes_per_s == rates["copy_host_bytes_per_s"]
     assert rates["gauge_s"] == pytest.approx(rates["layer_forward_s"] + rates["layer_backward_s"])
+    assert 2e8 < rates["process_bytes"] < 2e9 and Profile.from_dict("here", report).process_bytes == rates["process_bytes"]
+    assert report["capacity"]["host_bytes"] > rates["process_bytes"]
     pieces = {"layer_forward_s", "layer_backward_s", "pre_forward_s", "pre_backward_s", "head_s"}
     assert pieces <= set(rates) and rates["activation_bytes"] == 16 * 512 * 4
+
+
+SCRIPT = """
+import sys, torch, deepspeed, ds_vertical
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.integrations import HfDeepSpeedConfig
+offload = {"device": "nvme", "nvme_path": sys.argv[1]}
+zero = {"stage": 3, "offload_optimizer": offload, "offload_param": offload | {"max_in_cpu": 0, "buffer_size": 2000000}}
+config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero, "vertical_schedule": {}}
+config = ds_vertical.prepare(config | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
+held = HfDeepSpeedConfig(config)
+sizes = {"num_hidden_layers": 24, "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8}
+model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_key_value_heads=8, vocab_size=2000), dtype=torch.bfloat16)
+ds_vertical.initialize(model=model, config=config)[0].destroy()
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_counts_as_much_of_a_process_as_initialize_measures(tmp_path: Path) -> None:
+    """Of a user's script with a model of 24 layers, built as Hugging Face builds it."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command, own = [sys.executable, "-c", SCRIPT, str(tmp_path)], os.environ | alone
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=300)
+    found = re.search(r"interpreter and libraries +([0-9.]+)  \(measured\)", done.stdout)
+    assert found is not None, done.stdout + done.stderr
+    planned = memory_budget.libraries(machine_info.process_bytes()).num_bytes
+    assert 0.9 * planned < float(found[1]) * 2**20 <= planned
 
 
 @pytest.mark.slow
