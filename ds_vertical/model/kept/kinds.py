@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ds_vertical.model.block_call import BlockCall
-from ds_vertical.model.kept.members import Members
+from ds_vertical.model.kept.members import Members, runs_users_code
 from ds_vertical.model.kept.recording import CallPlan
 from ds_vertical.model.layers import Block, LayerMap
 from ds_vertical.model.state.containers import SIMPLE
@@ -167,4 +167,5 @@ def runs_others_code(layers: LayerMap, unit: Unit) -> bool:
         return True
     if not isinstance(unit, int):
         return False
-    return any(Members(layers.blocks[block].module).has_backward_hooks for block in layers.layers[unit])
+    modules = (layers.blocks[block].module for block in layers.layers[unit])
+    return any(runs_users_code(module.modules(), module.parameters()) for module in modules)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import is_
 
 from torch import nn
 
 from ds_vertical.model.compiled_blocks import is_compiled
-from ds_vertical.model.kept.slots import places_of
+from ds_vertical.model.kept.slots import places_by_id
 from ds_vertical.model.state.containers import is_internal
 
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -19,12 +19,12 @@ _PARAM_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 class Members:
     """The modules of a block, itself the first, and its parameters, in torch's order. Torch finds them by a walk that takes as
     long as some kernels; whether they are still the same shows in less. `places`: see
-    `slots.places_of`."""
+    `slots.places_by_id`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = list(module.modules())
         self.params = list(module.parameters())
-        self.places = places_of(self.params)
+        self.places = places_by_id(self.params)
         self._named = list(self._now())
 
     def are_current(self) -> bool:
@@ -62,11 +62,16 @@ class Members:
     @property
     def has_backward_hooks(self) -> bool:
         """Whether users' hooks run in a module's backward: its modules' and its parameters'."""
-        modules = [each for each in self.modules if each._backward_hooks or each._backward_pre_hooks]
-        if any(_has_users(module, _BACKWARD_HOOKS) for module in modules):
-            return True
-        params = [each for each in self.params if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None)]
-        return any(_has_users(param, _PARAM_HOOKS) for param in params)
+        return runs_users_code(self.modules, self.params)
+
+
+def runs_users_code(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> bool:
+    """Whether hooks of users run in the backward of modules and parameters."""
+    hooked = [each for each in modules if each._backward_hooks or each._backward_pre_hooks]
+    if any(_has_users(module, _BACKWARD_HOOKS) for module in hooked):
+        return True
+    named = (each for each in params if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None))
+    return any(_has_users(param, _PARAM_HOOKS) for param in named)
 
 
 def _has_users(owner: object, names: Sequence[str]) -> bool:

@@ -208,7 +208,7 @@ class KeptStorage:
         return [self] if self.alone is None else list(dict.fromkeys(kept for _, kept in self.alone.values()))
 
 
-def places_of(params: Sequence[nn.Parameter]) -> dict[int, int]:
+def places_by_id(params: Sequence[nn.Parameter]) -> dict[int, int]:
     """The places of the plain ones among parameters, by their ids."""
     return {id(param): place for place, param in enumerate(params) if is_plain(param)}
 
@@ -264,7 +264,7 @@ SavedSlot = BaseSlot | OwnSlot | AliasSlot
 
 class Slots:
     """Makes the slots of one block call. `params`: the block's, and `inputs`: what it was given; both keep their order.
-    `places`: see `places_of`, where they are known.
+    `places`: see `places_by_id`, where they are known.
 
     `own`: the storages of everything else, by key; each is held, so that no other takes its key. `made`: all slots.
     """
@@ -275,7 +275,7 @@ class Slots:
         self.own: dict[int, KeptStorage] = {}
         self.made: list[SavedSlot] = []
         self._params = params
-        self._places = places_of(params) if places is None else places
+        self._places = places_by_id(params) if places is None else places
         self._num_over = self._counted()
         self._bases: dict[int, list[tuple[Sequence[object], int]]] = {}  # the inputs, by key; parameters once they are asked
         for index, base in enumerate(inputs):
