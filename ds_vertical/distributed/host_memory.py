@@ -82,7 +82,7 @@ class SharedMemory:
 
     def parts_of_all(self, part: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor] | None:
         """The parts of all ranks of the group, of the same shape; this rank's is `part`. None, on all ranks, where one has its
-        part elsewhere. The parts are whole, and stay so until this rank calls `meet`."""
+        part elsewhere. The parts are whole, and stay so until the ranks meet once more."""
         places = torch.empty(group.size(), dtype=torch.int64)
         ranks.ALL_GATHER(places, torch.tensor([self._place(part)]), group=group)
         if _ELSEWHERE in places:

@@ -453,13 +453,13 @@ def cut_into_chunks(
     tensors: Sequence[torch.Tensor],
     order: Sequence[int],
     divisor: int = 1,
-    place: PartPlace = PartPlace(None),  # noqa: B008
+    room: PartPlace = PartPlace(None),  # noqa: B008
 ) -> torch.Tensor:
     """Flat tensors, divided, as DeepSpeed partitions them over the ranks: (W, S), a row for each rank of `order`. A row has the
-    rank's shard of each tensor, one behind the other. Each tensor is padded with zeros to a multiple of W. `place`: of the
+    rank's shard of each tensor, one behind the other. Each tensor is padded with zeros to a multiple of W. `room`: of the
     rows."""
     sizes, first = shard_sizes([each.numel() for each in tensors], len(order)), tensors[0]
-    rows, divided_by = place.new((len(order), sum(sizes)), first), divisor
+    rows, divided_by = room.new((len(order), sum(sizes)), first), divisor
     if first.device.type != "cpu":  # by a number GPUs multiply; in fp32, as 16 bits have no 257
         divided_by = torch.full((1,), divisor, dtype=torch.float32, device=first.device)
     for row, rank in zip(rows, order, strict=True):

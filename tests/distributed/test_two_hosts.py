@@ -32,6 +32,7 @@ RATE = "500mbit"
 # Of what is sent and what is counted. Headers, acknowledgements and, on a busy machine, small or repeated segments are counted,
 # too: 2 % were seen. What is counted in the wrong place, twice or not at all differs by all of the bytes
 SEGMENTS = 0.05
+AGREED = 100_000  # bytes within a host by which its ranks agree in a step of few collectives; the formula has none of them
 SEND = """
 import socket, sys, time
 peer = socket.create_connection((sys.argv[1], 5000))
@@ -154,8 +155,9 @@ def test_a_step_over_levels_has_the_loss_of_one_level_and_brings_fewer_bytes_ove
     for rank in (0, 2):
         for run in (flat, levels):
             assert run[rank]["inbound"][0] == pytest.approx(run[rank]["formula"][0], rel=0.02)
-            assert run[rank]["within"][0] == pytest.approx(run[rank]["formula_within"][0], rel=0.02)
+            assert run[rank]["within"][0] == pytest.approx(run[rank]["formula_within"][0], rel=0.02, abs=AGREED)
         assert flat[rank]["inbound"][0] > 2 * levels[rank]["inbound"][0]
+        assert flat[rank]["within"][0] > 2 * levels[rank]["within"][0], "the ranks of a host share memory"
 
 
 @pytest.mark.parametrize("ranks_per_host", [1, pytest.param(2, marks=slow)])
@@ -175,7 +177,7 @@ def test_two_hosts_have_the_bits_of_one_and_move_what_the_formula_says(tmp_path:
         assert (host["neighbours"], here["neighbours"]) == (ranks_per_host, num_ranks)
     for host in two[::ranks_per_host]:
         assert host["inbound"][-1] == pytest.approx(host["formula"][-1], rel=0.02)
-        assert host["within"][-1] == pytest.approx(host["formula_within"][-1], rel=0.02, abs=100_000)
+        assert host["within"][-1] == pytest.approx(host["formula_within"][-1], rel=0.02, abs=AGREED)
 
 
 @slow
@@ -439,8 +441,11 @@ def test_with_levels_fewer_bytes_cross_the_link_as_the_formula_says(tmp_path: Pa
     arms = json.loads(record.read_text())["arms"]
     for arm in arms.values():
         assert arm["inbound_over_formula"] == pytest.approx(1, rel=0.02)
-        assert arm["within_over_formula"] == pytest.approx(1, rel=0.02)
-    assert arms["int8_int4"]["within_bytes_per_step"] == pytest.approx(arms["levels"]["within_bytes_per_step"], rel=0.02)
+        within = arm["within_bytes_per_step"]
+        assert within == pytest.approx(within / arm["within_over_formula"], rel=0.02, abs=5 * AGREED)
+    within, rounded = (arms[name]["within_bytes_per_step"] for name in ("levels", "int8_int4"))
+    assert rounded == pytest.approx(within, rel=0.02, abs=5 * AGREED)
+    assert within < 0.5 * arms["flat"]["within_bytes_per_step"], "the ranks of a host share memory"
     flat, levels, quantized = (arms[name]["inbound_bytes_per_step"] for name in ("flat", "levels", "int8_int4"))
     assert flat >= 2.7 * levels and levels >= 3.7 * quantized  # 2.75, but for what lies outside the layers
     assert arms["levels"]["losses"] == pytest.approx(arms["flat"]["losses"], rel=1e-3)
