@@ -369,7 +369,7 @@ def test_eight_ranks_as_pairs_in_two_nodes_have_the_bits_of_one_level_and_move_w
     owner in one hop over all ranks and are added in the same order. Of copies that stand no fetch crosses the link."""
     levels, traced = {"gradients": 4}, {"section": {"trace": str(tmp_path / "trace")}}
     stands = {"section": {"trace": str(tmp_path / "standing"), **AT_ONCE["section"]}}
-    runs = [
+    runs: list[dict[str, Any]] = [
         {"name": "flat"},
         {"name": "one hop", "kind": "one hop", "levels": levels},
         {"name": "levels", "levels": levels, **traced},
