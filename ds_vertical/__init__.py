@@ -1,16 +1,10 @@
 """ds_vertical: layer-major ("vertical") training on DeepSpeed's ZeRO-Infinity.
 
 `import ds_vertical` stays cheap: torch and DeepSpeed are imported when a name below is first used.
-
-[Note: huge pages of tensors] The kernel maps fresh memory page by page, and zeroes each page: 131 MB are 32,000 faults of
-4 KiB, or 63 of 2 MiB. torch asks the kernel for pages of 2 MiB, for each tensor in host memory of 2 MiB or more, where a
-variable of the environment says so. It looks at the variable once, when it makes its first tensor. So the variable is written
-here, which is ahead of the script's imports where `ds-vertical run` has launched it. The user's own value stands.
 """
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,7 +19,6 @@ if TYPE_CHECKING:
 
 
 __version__ = "0.1.0"
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # see [Note: huge pages of tensors]
 __all__ = [
     "initialize",
     "prepare",

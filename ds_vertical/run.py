@@ -3,7 +3,7 @@
 `python -m ds_vertical.run train.py ...`, `deepspeed --module ds_vertical.run train.py ...`,
 `torchrun -m ds_vertical.run train.py ...` or `accelerate launch -m ds_vertical.run train.py ...`; `-m NAME` in the place of
 `train.py` runs a module. The script sees what it sees in a plain launch: `sys.argv`, `sys.path`, `__main__`, its variables of
-the environment (but for the one that `ds_vertical` writes), tracebacks and exit codes.
+the environment, tracebacks and exit codes.
 """
 
 from __future__ import annotations

@@ -124,13 +124,12 @@ def page_locked(case: Target) -> Iterator[CheckResult]:
 
 
 def huge_pages(case: Target) -> Iterator[CheckResult]:
-    """Checks that the kernel grants huge pages: for the buffers of direct I/O (see `io.host`), and for large tensors in host
-    memory (see the note in `ds_vertical`)."""
+    """Checks that the kernel grants huge pages for the buffers of direct I/O; see `io.host`."""
     from ds_vertical.compat import accelerator as compat
 
     mode = _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.exists() else "absent"
     if "[never]" in mode or mode == "absent":
-        cost = "direct I/O goes page by page, at half the rate on some machines, and large tensors are mapped so"
+        cost = "direct I/O goes page by page, at half the rate on some machines"
         remedy = f"echo madvise > {_HUGE_PAGES}  # as root" if mode != "absent" else "a kernel with transparent huge pages"
         yield warning(f"huge pages: {mode}; {cost}", remedy)
     elif compat.is_one_memory():
