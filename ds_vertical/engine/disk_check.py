@@ -197,7 +197,7 @@ def holds_second(forecast: Forecast, config: dict[str, Any]) -> bool:
     return all(ranks.all_gathered(forecast.timing.generations == 1 or all(disk.second for disk in disks)))
 
 
-def _places(forecast: Forecast, config: dict[str, Any]) -> list[_Place]:
+def _places(forecast: Forecast, config: DeepSpeedJson) -> list[_Place]:
     """Where the run's files lie; nothing where no state of the optimizer is to be on SSD. Collective."""
     shares = _shares(config) if forecast.files.state or forecast.files.all_gradients else {}
     every = ranks.all_gathered([(host_id(), device) for device in shares])
@@ -208,9 +208,7 @@ def _places(forecast: Forecast, config: dict[str, Any]) -> list[_Place]:
     return found
 
 
-def _disks(
-    forecast: Forecast, config: dict[str, Any], places: Sequence[_Place], demanded: bool | None = None
-) -> list[DiskNeed]:
+def _disks(forecast: Forecast, config: DeepSpeedJson, places: Sequence[_Place], demanded: bool | None = None) -> list[DiskNeed]:
     """What goes to each of `places`. `demanded`: whether early steps are taken without room for their files, too; None: as the
     timing says."""
     wanted = forecast.files
@@ -276,7 +274,7 @@ def _lacks_checkpoint(disk: DiskNeed, resolved: RunSettings) -> bool:
 
 
 def _advice(
-    forecast: Forecast, config: dict[str, Any], resolved: RunSettings, places: Sequence[_Place], room: tuple[int, int]
+    forecast: Forecast, config: DeepSpeedJson, resolved: RunSettings, places: Sequence[_Place], room: tuple[int, int]
 ) -> list[str]:
     """The least numbers in the section each of which alone makes this rank's files fit, where host memory has room for what
     then rests there. `room`: see `check_disk`."""

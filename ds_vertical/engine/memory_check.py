@@ -140,9 +140,8 @@ class Forecast:
         """The model, and where its tensors will rest."""
         units, shards, in_files = self._layers.units, self._shards, self._shards.in_files
         every: tuple[Unit, ...] = (PRE, *range(self._layers.num_layers))  # that every model has; `suf` is counted apart
-        file_ids = {id(param) for param in in_files}
         elements = {unit: sum(map(zero_params.full_numel, params)) for unit, params in units.items()}
-        stepped = shards.stepped
+        stepped, file_ids = shards.stepped, {id(param) for param in in_files}
         trained = {u: sum(zero_params.full_numel(p) for p in params if id(p) in stepped) for u, params in units.items()}
         files = {u: sum(shards.file_bytes(p) for p in params if id(p) in file_ids) for u, params in units.items()}
         pre, *layer_elements = (elements[unit] for unit in every)

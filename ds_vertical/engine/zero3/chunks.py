@@ -228,7 +228,9 @@ def members_in_order(
         for param in group:
             if (id(param) in first) == ahead:
                 by_unit.setdefault(unit_of[id(param)], []).append(param)
-        yield from ((unit, by_unit[unit]) for unit in layers.in_chunk_order(params_in_files) if unit in by_unit)
+        for unit in layers.in_chunk_order(params_in_files):
+            if unit in by_unit:
+                yield unit, by_unit[unit]
 
 
 def make_chunks(optimizer: ChunkedStage3, early_share: float, generations: int) -> list[Chunk]:
