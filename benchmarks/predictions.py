@@ -197,7 +197,8 @@ def choices(dtype: str, steps: int, out: Path, rows: list[dict[str, Any]]) -> li
     machine = profile_of(True, out)
     found: list[dict[str, Any]] = []
     for name, host_bytes in (("plan_little_host_memory", LITTLE), ("plan", machine.capacity[Tier.HOST])):
-        chosen = search.choose(task, machine.machine, {**machine.capacity, Tier.DEVICE: None, Tier.HOST: host_bytes}).chosen
+        held = {**machine.capacity, Tier.DEVICE: None, Tier.HOST: host_bytes}
+        chosen = search.choose(task, machine.machine, held, (memory_budget.libraries(machine.process_bytes),)).chosen
         step_s = train(SWEEP[0], name, chosen, spec, steps, out)
         told = {"choice": name, "host_bytes": host_bytes, "setting": chosen.choice.to_json(), "predicted_s": chosen.step_s}
         found.append(told | {"step_s": step_s, "measured_s": median(step_s), "over_best": median(step_s) / best})

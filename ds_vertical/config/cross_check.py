@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, SupportsFloat, cast
 
 from ds_vertical.config.acco import acco_faults
 from ds_vertical.config.levels import levels_faults, move_levels, stock_levels_faults
-from ds_vertical.config.section import SECTION, VerticalConfig, load_section, show
+from ds_vertical.config.section import SECTION, VerticalConfig, is_count, load_section, show
 from ds_vertical.errors import ConfigError
 from ds_vertical.types import OFFLOAD_DEVICES, Tier
 
@@ -67,7 +67,7 @@ def _not_one(value: object) -> bool:
 
 
 def _no_count(value: object) -> bool:
-    return value != "auto" and not (_number(value) >= 0 and _number(value) % 1 == 0)
+    return not is_count(value)
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,11 @@ _ZERO = "zero_optimization"
 _PLAIN = "only plain ZeRO-3 partitions are fetched layer by layer"
 _REDUCE = "each layer's gradient sum is reduced once, as an unscaled mean"
 _PARALLEL = "only data parallelism is supported"
+_COUNT = "it is a number of elements"
 _REFUSALS = (
     _Refusal(f"{_ZERO}.zenflow", _present, "ZenFlow's delayed updates are not exact", _REMOVE),
     _Refusal(f"{_ZERO}.zero_quantized_nontrainable_weights", _true, _PLAIN, _OFF),
-    _Refusal(f"{_ZERO}.offload_param.max_in_cpu", _no_count, "it is a number of elements", "write 0 or more"),
+    _Refusal(f"{_ZERO}.offload_param.max_in_cpu", _no_count, _COUNT, "write 0 or more"),
     _Refusal(f"{_ZERO}.offload_optimizer.super_offload", _true, "SuperOffload replaces the optimizer", _OFF),
     _Refusal(f"{_ZERO}.offload_optimizer.ratio", _not_one, "the whole step runs on the host", "write 1.0 or remove it"),
     _Refusal("optimizer.params.torch_adam", _true, _ADAM, _OFF),
@@ -309,6 +310,9 @@ def _zero_faults(config: Mapping[str, object]) -> list[str]:
     device = value_at(config, f"{_ZERO}.offload_param.device")
     if device is not None and device not in OFFLOAD_DEVICES.values():
         faults.append(f'{_ZERO}.offload_param.device: got {show(device)}; write "nvme", "cpu" or "none"')
+    section = value_at(config, f"{_ZERO}.offload_param")
+    if isinstance(section, Mapping) and section.get("max_in_cpu", 0) is None:
+        faults.append(f"{_ZERO}.offload_param.max_in_cpu: got null; {_COUNT}; write 0 or more")
     for name in ("offload_param", "offload_optimizer"):
         nvme_path = value_at(config, f"{_ZERO}.{name}.nvme_path")
         if value_at(config, f"{_ZERO}.{name}.device") != OFFLOAD_DEVICES[Tier.SSD] or isinstance(nvme_path, os.PathLike):

@@ -469,6 +469,14 @@ def _letters(key: str) -> str:
     return re.sub(r"[^a-z]", "", key.lower())
 
 
+def is_count(value: object) -> bool:
+    """Whether DeepSpeed's lax pydantic models read a value as an integer from 0 on."""
+    try:
+        return pydantic.TypeAdapter(int).validate_python(value) >= 0
+    except pydantic.ValidationError:
+        return False
+
+
 def show(value: object) -> str:
     """A value as JSON, for messages, cut at 80 characters."""
     text = json.dumps(value, default=str)

@@ -19,6 +19,10 @@ JSON has is kept, and some state stays on SSD; one that was chosen is dropped.
 written and read once more, a quarter of what its step moves. Beside a device the forward may take long enough to hide that.
 Where the device is the host, the same cores compute and step. So there the share that is delayed shrinks until what waits fits
 into host memory. It stays where the SSD has no room for what early steps need: these may be given up then, and all waits.
+
+[Note: early steps given up] With clipping, where the JSON asks for no early steps, they are taken only in steps that will
+probably ask for no clipping. What they need is there in every step: new values beside the old ones, of parameters that rest in
+host memory. Where these send gradients to the SSD, in every step, or leave no room for the run, all steps wait for the norm.
 """
 
 from __future__ import annotations
@@ -79,12 +83,10 @@ def _shares(steps: int = _SHARES) -> Iterator[float]:
     return (count / steps for count in range(steps, -1, -1))
 
 
-def _needed(forecast: Forecast, room: Room, held_share: float | None = None) -> int:
-    """Bytes of host memory, with gradients added one by one, which gives up less speed than anything on SSD. `held_share`: of
-    the gradients, those that wait for their step, None where they are as many as the forecast says."""
-    least = replace(forecast.terms, **memory_budget.LEAN)
-    if held_share is not None:
-        least = replace(least, held_share=held_share)
+def _needed(forecast: Forecast, room: Room, gives_up: bool = False) -> int:
+    """Bytes of host memory, with gradients added one by one, which gives up less speed than anything on SSD. `gives_up`: early
+    steps, whatever the forecast says."""
+    least = replace(forecast.terms, **memory_budget.LEAN, **memory_budget.NOTHING_EARLY if gives_up else {})
     return memory_budget.total_bytes(memory_budget.budget(forecast.shape, least, forecast.further(room[1])), Tier.HOST)
 
 
@@ -127,6 +129,30 @@ def choose_delay(
     reason = f"null: {delay:g}, host memory holds no more gradients that wait for the next forward"
     reasons = MappingProxyType({**resolved.reasons, "optimizer_delay": reason})
     return replace(resolved, optimizer_delay=delay, reasons=reasons)
+
+
+def choose_early_steps(
+    section: VerticalConfig, resolved: RunSettings, forecast_of: Callable[[RunSettings], Forecast], room: Room
+) -> RunSettings:
+    """`resolved` without early steps, where nobody asks for them, and more gradients can wait in host memory then. See
+    [Note: early steps given up]. Collective."""
+    timing = forecast_of(resolved).timing
+    written = section.optimizer_delay is not None or section.optimizer_speculation is not None
+    if written or timing.certain or not timing.possible:
+        return resolved
+    late, is_open = replace(resolved, optimizer_delay=1.0), section.gradient_host_share is None and not resolved.keep_gradients
+    shares = list(_shares()) if is_open else [resolved.gradient_host_share]
+
+    def waiting(resolved: RunSettings) -> float:
+        """The largest share of the gradients that host memory holds; below 0 where it holds none, and not the run."""
+        each = ((share, forecast_of(replace(resolved, gradient_host_share=share))) for share in shares)
+        return next((share for share, forecast in each if _needed(forecast, room) <= room[0]), -1.0)
+
+    early, given_up = (min(every) for every in zip(*ranks.all_gathered((waiting(resolved), waiting(late))), strict=True))
+    if early >= given_up:
+        return resolved
+    reason = "null: 1, host memory holds more of what waits without the new values of early steps"
+    return replace(late, reasons=MappingProxyType({**resolved.reasons, "optimizer_delay": reason}))
 
 
 def choose_gradient_tier(
@@ -203,8 +229,8 @@ def _fitting_states(resolved: RunSettings, forecast_of: Callable[[RunSettings], 
 
     def needed(share: float) -> int:
         other = forecast_of(replace(resolved, optimizer_host_share=share))
-        gives_up = other.timing.generations == 2 and not other.timing.demanded  # where the SSD lacks a second generation
-        return max(_needed(other, room, 1.0 if gives_up else None), room[1] + other.setup_bytes)
+        may = other.timing.generations == 2 and not other.timing.demanded  # where the SSD lacks a second generation
+        return max(*(_needed(other, room, gives_up) for gives_up in {False, may}), room[1] + other.setup_bytes)
 
     least = needed(0.0)
     most = least + USED_BY_STATE * (min(room[0], machine_room()) - least)
@@ -231,6 +257,7 @@ def choose_all(
     `choose_timing`. The choices leave some of the room: see `spared`. Collective."""
     room = spared(room)
     resolved = choose_copy_share(resolved, forecast_of, room)
+    resolved = choose_early_steps(section, resolved, forecast_of, room)
     resolved = choose_gradient_tier(section, resolved, forecast_of, room)
     resolved = choose_timing(section, resolved, forecast_of(resolved).paired(room), model, report, room)
     return choose_state_share(section, resolved, forecast_of, room)

@@ -287,9 +287,9 @@ def _advice(
     def mends(path: str, value: float) -> bool:
         other = forecast.changed(path, value)
         disks = _disks(other, config, places)
-        all_wait = other.timing.generations == 2 and not any(disk.second for disk in disks)  # early steps are given up
+        gives_up = other.timing.generations == 2 and not any(disk.second for disk in disks)
         fits = not any(disk.left < bool(disk.gradients) * half_piece or _lacks_checkpoint(disk, resolved) for disk in disks)
-        return fits and fits_with(forecast, room, path, value, spares=True, all_wait=all_wait)
+        return fits and fits_with(forecast, room, path, value, spares=True, gives_up=gives_up)
 
     steps = [count / STATE_SHARES for count in range(1, STATE_SHARES + 1)]
     now = {"optimizer_delay": forecast.timing.delay, "gradient_host_share": resolved.gradient_host_share}

@@ -403,15 +403,22 @@ def _slots_ahead(forecast: Forecast, left: int) -> tuple[int, str]:
     return count, f"{count} of {wanted} pieces of state that wait for the norm, limited by {limit}"
 
 
-def fits_with(forecast: Forecast, room: _Room, path: str, value: float, spares: bool = False, all_wait: bool = False) -> bool:
-    """Whether the run fits with another number at a path of the JSON. `spares`: with what an advised limit has beyond the need,
-    too; `all_wait`: with all gradients waiting, whatever the timing says."""
-    (allowed, baseline), now, forecast = room, forecast, forecast.changed(path, value)
-    forecast.pairs, forecast.keeps_freed = now.pairs, now.keeps_freed
-    terms = replace(forecast.terms, held_share=1.0) if all_wait else forecast.terms
-    items = memory_budget.budget(forecast.shape, terms, forecast.further(baseline))
-    needed = max(memory_budget.total_bytes(items, Tier.HOST), baseline + forecast.setup_bytes)
-    return needed + spares * _headroom(needed, baseline) <= allowed
+def fits_with(forecast: Forecast, room: _Room, path: str, value: float, spares: bool = False, gives_up: bool = False) -> bool:
+    """Whether the run fits with another number at a path of the JSON. `spares`: of a run that fits as it is, so that a change
+    that needs more must leave what an advised limit has beyond the need; `gives_up`: early steps, whatever the timing says."""
+    (allowed, baseline), other = room, forecast.changed(path, value)
+    other.pairs, other.keeps_freed = forecast.pairs, forecast.keeps_freed
+    if spares:  # early steps are given up behind the memory check, all else ahead of it
+        other.paired(room if gives_up else (0, baseline))
+    needed = _needed(other, baseline, **memory_budget.NOTHING_EARLY if gives_up else {})
+    is_more = spares and needed > _needed(forecast, baseline, pairs=other.pairs, keeps_freed=other.keeps_freed)
+    return needed + is_more * _headroom(needed, baseline) <= allowed
+
+
+def _needed(forecast: Forecast, baseline: int, **changed: float) -> int:
+    """Bytes of host memory, also while stock's optimizer is set up. `changed`: of the forecast's `terms`."""
+    items = memory_budget.budget(forecast.shape, replace(forecast.terms, **changed), forecast.further(baseline))
+    return max(memory_budget.total_bytes(items, Tier.HOST), baseline + forecast.setup_bytes)
 
 
 def _fitting_share(forecast: Forecast, room: _Room) -> float | None:
@@ -434,11 +441,13 @@ def _mending(forecast: Forecast, room: _Room) -> list[str]:
     tried.append((memory_budget.INIT_BUFFERS, buffers, range(buffers - 1, 0, -1)))
     if forecast.state_in_files and not resolved.keep_gradients:
         tried.append((f"{SECTION}.gradient_host_share", resolved.gradient_host_share, _SHARES))
-    if forecast.timing.possible and forecast.timing.certain:
-        tried.append((f"{SECTION}.optimizer_delay", forecast.timing.delay, _SHARES))
+    if forecast.timing.possible:  # fewer gradients wait with a smaller one, fewer early values with a larger
+        delay, less = forecast.timing.delay, _SHARES if forecast.timing.certain else ()
+        tried.append((f"{SECTION}.optimizer_delay", delay, [*(share for share in less if share < delay), 1.0]))
     found = []
     for path, now, values in tried:
-        fitting = (value for value in values if value < now and fits_with(forecast, room, path, value))
+        others = (value for value in values if value < now or value == 1.0)  # all that is made larger is a delay, to 1
+        fitting = (value for value in others if fits_with(forecast, room, path, value))
         if (value := next(fitting, None)) is not None:
             found.append(f'"{path}": {_in_full(value)} (now {_in_full(now)})')
     return found
@@ -467,7 +476,7 @@ def _fault(forecast: Forecast, room: _Room, limit: int | None, ranks: int) -> st
     try:
         check_budget(shape, terms, further, limits, setup, forecast.fewer)
     except MemoryBudgetError as error:
-        needed = max(memory_budget.total_bytes(memory_budget.budget(shape, terms, further), Tier.HOST), setup)
+        needed = _needed(forecast, baseline)
         if needed <= allowed:
             return str(error)
         first, *others = str(error).splitlines()

@@ -114,6 +114,7 @@ class BudgetTerms:
 
 SPARE_SHARE: Final = 0.1  # of what a run needs: with less room beyond it freed memory goes back within each step
 LEAN: Final = {"pairs": False, "keeps_freed": False}  # of `BudgetTerms`: what a run gives up before it is refused
+NOTHING_EARLY: Final = {"held_share": 1.0, "early_share": 0.0}  # where early steps are given up: all gradients wait
 _GIVEN_UP: Final = ({}, {"keeps_freed": False}, {"pairs": False}, LEAN)  # in turn; adding in pairs saves most time
 
 

@@ -482,6 +482,7 @@ REFUSED = [
     ("zero_optimization.offload_param.max_in_cpu", -1, 0),
     ("zero_optimization.offload_param.max_in_cpu", 0.5, 0),
     ("zero_optimization.offload_param.max_in_cpu", "many", 0),
+    ("zero_optimization.offload_param.max_in_cpu", "1e9", 0),
     ("zero_optimization.offload_param.max_in_cpu", [1], 0),
     ("zero_optimization.zenflow", {}, None),
     ("zero_optimization.zero_quantized_nontrainable_weights", True, False),
@@ -533,6 +534,14 @@ def test_each_refusal_names_path_and_value_and_its_remedy_passes(path: str, valu
     assert len(matching) == 1, faults
     assert re.search(r"; (write|remove|give)\b", matching[0]), matching
     assert check(changed(path, fine), VerticalConfig()) == []
+
+
+def test_a_max_in_cpu_of_null_is_refused_by_its_path() -> None:
+    """DeepSpeed takes none, and no `max_in_cpu` at all; its error lacks the path."""
+    path = "zero_optimization.offload_param.max_in_cpu"
+    assert faults_of(changed(path, None)) == [f"{path}: got null; it is a number of elements; write 0 or more"]
+    for taken in (without(path), changed(path, 1e9), changed(path, "1000"), changed(path, "auto")):
+        assert [line.partition(":")[0] for line in check(taken, VerticalConfig())] == [path], "a warning"
 
 
 def test_every_refusal_rule_has_a_case() -> None:

@@ -282,6 +282,29 @@ def test_parameters_in_host_memory_that_do_not_fit_are_refused_with_as_many_as_d
     assert 0 < int(advised) < elements and memory_check._fault(forecast(int(advised)).paired(room), room, None, 1) is None
 
 
+@pytest.mark.parametrize(("clip", "section"), [(1.0, {}), (0.0, {"keep_gradients": True})], ids=str)
+def test_early_values_that_do_not_fit_are_refused_with_a_delay_that_needs_none(
+    tmp_path: Path, clip: float, section: dict[str, Any]
+) -> None:
+    start_process_group()
+    with torch.device("meta"):
+        model = MixerModel(16, width=1024)
+    layers, groups = map_layers(model, None), memory_check.groups_of(model, None, None)
+
+    def forecast(room: tuple[int, int], **changed: Any) -> memory_check.Forecast:
+        config = base_config(tmp_path, clip=clip, params="cpu", section={"gradient_host_share": 1.0} | section | changed)
+        return memory_check.Forecast(layers, groups, config, resolve(load_section(config), 0)).paired(room)
+
+    early, late = (memory_check._needed(forecast((0, 0), **each), 0) for each in ({}, {"optimizer_delay": 1.0}))
+    assert early - late > 24 * MIB, "three quarters of the weights"
+    message = memory_check._fault(forecast((late, 0)), (late, 0), None, 1)
+    assert message is not None
+    assert '"vertical_schedule.optimizer_delay": 1 (now 0.25)' in message.splitlines()[0]
+    assert memory_check._fault(forecast((late, 0), optimizer_delay=1.0), (late, 0), None, 1) is None
+    message = memory_check._fault(forecast((late - 1, 0)), (late - 1, 0), None, 1)
+    assert message is not None and "optimizer_delay" not in message.splitlines()[0]
+
+
 def train_one_step(config: dict[str, Any]) -> None:
     with running(config, partial(MixerModel, 3, width=1024), vertical=True) as (engine, _):
         engine.train_batch(iter(token_batches(1, 2, rows=1, shortest=4)[0]))

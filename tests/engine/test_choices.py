@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from harness import (
     Run,
     assert_identical,
@@ -284,6 +285,54 @@ def test_less_of_a_step_is_left_to_the_next_forward_where_host_memory_does_not_h
     assert chosen(1, keep_gradients=True) == (None, 0.25)
     monkeypatch.setattr(Forecast, "terms", property(lambda _: memory_budget.BudgetTerms(4)))
     assert chosen(1) == (None, 0.25), "beside a device"
+
+
+def test_early_steps_that_nobody_asks_for_are_given_up_where_gradients_would_go_to_the_ssd_for_them(tmp_path: Path) -> None:
+    """With parameters in host memory new values lie beside the old ones, in every step. By the budget's own formulas, to the
+    byte."""
+    from ds_vertical.config.resolve import resolve
+    from ds_vertical.config.section import load_section
+    from ds_vertical.engine.memory_check import Forecast, groups_of
+    from ds_vertical.model.layers import map_layers
+
+    start_process_group()
+    with torch.device("meta"):
+        network = long_model()
+    layers, groups = map_layers(network, None), groups_of(network, None, None)
+
+    def settings(clip: float, params: str, **section: Any) -> tuple[Any, Any, Any]:
+        made = base_config(tmp_path, dtype="fp32", clip=clip, params=params, section=section)
+        loaded = load_section(made)
+        assert loaded is not None
+        return loaded, resolve(loaded), partial(Forecast, layers, groups, made)
+
+    def needed(params: str = "cpu", **section: Any) -> int:
+        _, resolved, forecast_of = settings(1.0, params, **section)
+        return autotune._needed(forecast_of(resolved), (0, 7))
+
+    def chosen(allowed: int, clip: float = 1.0, params: str = "cpu", **section: Any) -> tuple[float | None, float]:
+        loaded, resolved, forecast_of = settings(clip, params, **section)
+        for choose in (autotune.choose_early_steps, autotune.choose_gradient_tier):
+            resolved = choose(loaded, resolved, forecast_of, (allowed, 7))
+        return resolved.optimizer_delay, resolved.gradient_host_share
+
+    early, late = needed(), needed(optimizer_delay=1.0)
+    assert early - late > 16 << 20
+    assert chosen(early) == (None, 1.0) and chosen(early - 1) == chosen(late) == (1.0, 1.0)
+    assert chosen(late - 1)[0] == 1.0 and 0.5 < chosen(late - 1)[1] < 1, "more than with early steps"
+    for written in ({"optimizer_delay": 0.25}, {"optimizer_speculation": True}):
+        delay, share = chosen(early - 1, **written)
+        assert delay == written.get("optimizer_delay") and share < 1
+    assert chosen(early - 1, gradient_host_share=1.0) == (1.0, 1.0), "no room for the run otherwise"
+    assert chosen(early - 1, keep_gradients=True) == (1.0, 1.0)
+    assert chosen(early - 1, gradient_host_share=0.0) == (None, 0.0)
+    assert chosen(early - 1, optimizer_speculation=False)[0] is chosen(1, clip=0.0)[0] is chosen(1)[0] is None
+    on_ssd = chosen(needed("nvme") - (4 << 20), params="nvme")
+    assert on_ssd[0] is None and on_ssd[1] < 1, "what rests on SSD has no such values"
+    loaded, resolved, forecast_of = settings(1.0, "cpu")
+    full = autotune.choose_all(loaded, resolved, forecast_of, network, None, (early, 7))
+    assert (full.optimizer_delay, full.gradient_host_share) == (1.0, 1.0)
+    assert full.reasons["optimizer_delay"].startswith("null: 1, host memory holds more of what waits without")
 
 
 def test_a_run_that_memory_holds_narrowly_lets_no_gradients_wait(

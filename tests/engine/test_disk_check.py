@@ -141,18 +141,22 @@ def test_too_little_room_is_refused_with_what_would_fit(tmp_path: Path, monkeypa
 class Planned:
     """What `initialize` checks of a model's run, whose SSD has so many bytes free."""
 
-    def __init__(self, folder: Path, clip: float = 0.0, **section: Any) -> None:
+    def __init__(self, folder: Path, clip: float = 0.0, params: str = "nvme", **section: Any) -> None:
         start_process_group()
-        self.folder, self.clip, self.section = folder, clip, section
-        self.made = config_in(folder, clip, section)
+        self.made = config_in(folder, clip, section, params=params)
         self.layers, loaded = map_layers(model := BUILD(), None), load_section(self.made)
         assert loaded is not None
         self.resolved = resolve(loaded)
         self.forecast = Forecast(self.layers, groups_of(model, None, None), self.made, self.resolved)
 
-    def needed(self, all_wait: bool = False) -> int:
-        terms = replace(self.forecast.terms, held_share=1.0) if all_wait else self.forecast.terms
-        return memory_budget.total_bytes(memory_budget.budget(self.forecast.shape, terms, self.forecast.further(0)), Tier.HOST)
+    def needed(self, is_lean: bool = True) -> int:
+        """Host memory, also where early steps are given up, behind all checks. `is_lean`: with all given up that goes before a
+        refusal, ahead of them."""
+        gives_up = not disk_check.holds_second(self.forecast, self.made) and not self.forecast.timing.demanded
+        less = memory_budget.LEAN if is_lean or not gives_up else {}
+        terms = replace(self.forecast.terms, **less | memory_budget.NOTHING_EARLY if gives_up else less)
+        items = memory_budget.budget(self.forecast.shape, terms, self.forecast.further(0))
+        return max(memory_budget.total_bytes(items, Tier.HOST), self.forecast.setup_bytes)
 
     def refused(self, allowed: int) -> str | None:
         """What the check of the disk says where so many bytes of host memory are allowed."""
@@ -173,13 +177,14 @@ class Planned:
     ("free", "clip", "section", "advised"),
     [
         (40, 0.0, {"optimizer_delay": 0.5}, {"optimizer_delay", "optimizer_host_share"}),
+        (25, 0.0, {"gradient_host_share": 0.0, "params": "cpu"}, {"gradient_host_share", "optimizer_host_share"}),
         (40, 1.0, {"optimizer_speculation": True}, {"optimizer_delay", "optimizer_host_share"}),
         (25, 1.0, {"optimizer_delay": 1.0, "gradient_host_share": 0.0}, {"gradient_host_share", "optimizer_host_share"}),
         (25, 0.0, {"optimizer_delay": 0.5, "gradient_host_share": 0.0}, {"optimizer_host_share"}),
         (25, 0.0, {"gradient_host_share": 0.0}, {"gradient_host_share", "optimizer_host_share"}),
         (10, 0.0, {"optimizer_delay": 1.0}, {"optimizer_host_share"}),
     ],
-    ids=["early", "speculating", "gradients", "early, gradients", "early given up", "state"],
+    ids=["early", "given up, cpu", "speculating", "gradients", "early, gradients", "early given up", "state"],
 )
 def test_every_number_that_a_short_disk_advises_makes_the_run_fit_in_memory_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, clip: float, section: dict[str, Any], advised: set[str]
@@ -190,17 +195,29 @@ def test_every_number_that_a_short_disk_advises_makes_the_run_fit_in_memory_too(
     found = planned.advised(1 << 40)
     assert set(found) == advised
 
-    def needed(key: str, value: float) -> int:
-        other = Planned(tmp_path, clip, **section | {key: value})
+    def needed(key: str, value: float, is_lean: bool = True) -> int:
+        changed: dict[str, Any] = {**section, key: value}
+        other = Planned(tmp_path, clip, **changed)
         assert other.refused(1 << 40) is None, (key, value)
-        return other.needed(all_wait=other.forecast.timing.possible and not other.forecast.timing.demanded)
+        return other.needed(is_lean)
 
     for key, value in found.items():
         least = needed(key, value)
-        assert planned.advised(int(1.06 * least) + MIB)[key] == value
+        assert planned.advised(int(1.06 * needed(key, value, is_lean=False)) + MIB)[key] == value
         fewer = planned.advised(least - MIB)
         assert fewer.get(key) != value, "there is no memory for it"
         assert all(needed(*each) <= least - MIB for each in fewer.items())
+
+
+def test_a_short_disk_advises_what_takes_no_more_memory_than_the_run_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that has none to spare: without early steps there are no new values beside the old ones."""
+    monkeypatch.setattr(files, "free_bytes", lambda path: 30 * MIB)
+    now, late = (Planned(tmp_path, 1.0, "cpu", optimizer_speculation=True, optimizer_delay=delay) for delay in (0.0, 1.0))
+    assert late.needed() < now.needed() and late.refused(now.needed()) is None
+    assert now.advised(now.needed())["optimizer_delay"] == 1.0
+    assert "optimizer_delay" not in now.advised(late.needed() - 1)
 
 
 def test_room_for_a_checkpoint_is_told_and_demanded_where_one_is_sure(

@@ -27,12 +27,13 @@ ACTIVATIONS = "since activations take host memory"
 class StateChoice:
     """What `optimizer_host_share` null means for a model on a device with memory of its own, and what each share takes."""
 
-    def __init__(self, folder: Path, **section: Any) -> None:
+    def __init__(self, folder: Path, clip: float = 0.0, params: str = "nvme", **section: Any) -> None:
         start_process_group()
         self.network = MixerModel(NUM_LAYERS, WIDTH)
         self.layers, self.groups = map_layers(self.network, None), groups_of(self.network, None, None)
         section = {"host_memory_bytes": LIMIT, "optimizer_delay": 0.3} | section
-        self.made = small_buffers(base_config(folder, num_micro_batches=4, dtype="fp32", clip=0.0, section=section), 1_100_000)
+        made = base_config(folder, num_micro_batches=4, dtype="fp32", clip=clip, params=params, section=section)
+        self.made = small_buffers(made, 1_100_000) if params == "nvme" else made
         loaded = load_section(self.made)
         assert loaded is not None
         self.section = loaded
@@ -107,6 +108,26 @@ def test_a_run_whose_ssd_lacks_a_second_generation_fits_with_its_share(tmp_path:
         if written is None:
             assert choice.chosen(none + gradients // 2).optimizer_host_share == 0.0
     assert shares[None][0] < shares[0.25][0] and shares[None][1] and shares[None][0] > 0.0
+
+
+@pytest.mark.usefixtures("two_memories")
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_either_the_new_values_of_early_steps_count_beside_the_state_or_all_gradients_that_wait_without_them(
+    tmp_path: Path, clip: float
+) -> None:
+    choice = StateChoice(tmp_path, clip, "cpu", optimizer_delay=None)
+
+    def needed(share: float) -> int:
+        forecast, terms = choice.forecast_of(choice.resolved(optimizer_host_share=share)), []
+        terms.append(replace(forecast.terms, **memory_budget.LEAN))
+        terms.append(replace(terms[0], held_share=1.0, early_share=0.0))
+        items = [memory_budget.budget(forecast.shape, each, forecast.further(7)) for each in terms]
+        return max(*(memory_budget.total_bytes(each, Tier.HOST) for each in items), 7 + forecast.setup_bytes)
+
+    sizes = {count / 20: needed(count / 20) for count in range(21)}
+    for allowed in (sizes[0.0] + (sizes[0.5] - sizes[0.0]) * 5 // 4 + 2, 2 * sizes[0.0], sizes[0.0]):
+        most = sizes[0.0] + 0.8 * (allowed - sizes[0.0])
+        assert choice.chosen(allowed).optimizer_host_share == max(share for share in sizes if sizes[share] <= most)
 
 
 @pytest.mark.usefixtures("two_memories")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from ds_vertical.cli.bench import disk_limit, fio
 from ds_vertical.cli.bench.host_bench import core_s_per_byte, core_share
-from ds_vertical.cli.bench.machine_info import accelerator, describe_machine, process_bytes, versions
+from ds_vertical.cli.bench.machine_info import accelerator, describe_machine, process_rate, versions
 from ds_vertical.cli.bench.ssd_bench import median_s, transfer_s, tune_aio
 from ds_vertical.cli.common import JsonObject, first_line
 from ds_vertical.cli.links import command as links
@@ -202,7 +202,7 @@ def _check(options: argparse.Namespace) -> None:
 def _rates(options: argparse.Namespace, config: JsonObject) -> dict[str, float]:
     """Every rate that the options ask for but those of the SSDs, measured one after the other."""
     rates = copy_rates(options.size_mb << 20, options.rounds) | adam_rate(options.rounds) | norm_rate(options.rounds)
-    rates |= product_rates(options.rounds) | {"process_bytes": process_bytes()}
+    rates |= product_rates(options.rounds) | process_rate()
     if accelerator() == "cpu":
         from ds_vertical.cli.bench.host_bench import event_s
 

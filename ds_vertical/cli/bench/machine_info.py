@@ -18,6 +18,7 @@ from ds_vertical.cli.common import JsonObject
 from ds_vertical.config.section import SECTION
 
 _LIMIT_S: Final = 300
+_MARK: Final = "ds_vertical process: "  # ahead of what the process says: libraries write to its output, too
 _TELL: Final = "import sys; from ds_vertical.cli.bench.machine_info import tell_process_bytes; tell_process_bytes(sys.argv[1])"
 _TINY: Final = {
     "hidden_size": 64,
@@ -63,6 +64,15 @@ def versions() -> dict[str, str | None]:
     return found | {"commit": _commit(Path(__file__).parents[3]), "python": platform.python_version()}
 
 
+def process_rate() -> dict[str, float]:
+    """`process_bytes` as one of a report's rates; none, and a line on stderr, where that cannot be measured."""
+    try:
+        return {"process_bytes": process_bytes()}
+    except OSError as error:
+        print(f"ds-vertical limits: plans will assume what a process holds in host memory: {error}", file=sys.stderr)
+        return {}
+
+
 def process_bytes() -> int:
     """Host memory that a process holds once it has come to `initialize`, beside its model: a process of its own tells. Raises
     OSError where it cannot."""
@@ -72,15 +82,19 @@ def process_bytes() -> int:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with tempfile.TemporaryDirectory(prefix="ds_vertical.limits.") as folder:
         command = [sys.executable, "-c", _TELL, folder]
-        done = subprocess.run(command, env=os.environ | alone, capture_output=True, text=True, timeout=_LIMIT_S)
-    if done.returncode:
+        try:
+            done = subprocess.run(command, env=os.environ | alone, capture_output=True, text=True, timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            raise OSError(f"a process that imports what training needs took more than {_LIMIT_S} s") from error
+    said = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if done.returncode or not said:
         raise OSError(f"a process that imports what training needs has ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return int(done.stdout.split()[-1])
+    return int(said[0])
 
 
 def tell_process_bytes(folder: str) -> None:
-    """Print the bytes that this process holds once it has done what a script does ahead of `initialize`. `folder`: for the
-    run's files, of which it makes none."""
+    """Print the bytes that this process holds once it has done what a script does ahead of `initialize`, also one that trains
+    by Hugging Face's Trainer. `folder`: for the run's files, of which it makes none."""
     import torch
 
     from ds_vertical.engine.api import prepare
@@ -95,10 +109,12 @@ def tell_process_bytes(folder: str) -> None:
     prepare(config)
     parameters = [torch.zeros(1, device=accelerator(), requires_grad=True)]
     if importlib.util.find_spec("transformers") is not None:
+        from transformers import Trainer  # noqa: F401  # what it imports
+
         from ds_vertical.model.hf import build_model
 
         parameters += build_model("tiny", {"model_type": "llama", **_TINY}, lambda config: None).parameters()
-    print(host_room(map(torch.nn.Parameter, parameters), None)[1], flush=True)
+    print(f"\n{_MARK}{host_room(map(torch.nn.Parameter, parameters), None)[1]}", flush=True)
 
 
 def _commit(checkout: Path) -> str | None:

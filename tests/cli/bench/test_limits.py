@@ -83,7 +83,7 @@ def test_rates_are_measured_printed_and_written(
 
 SCRIPT = """
 import sys, torch, deepspeed, ds_vertical
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer
 from transformers.integrations import HfDeepSpeedConfig
 offload = {"device": "nvme", "nvme_path": sys.argv[1]}
 zero = {"stage": 3, "offload_optimizer": offload, "offload_param": offload | {"max_in_cpu": 0, "buffer_size": 2000000}}
@@ -96,9 +96,38 @@ ds_vertical.initialize(model=model, config=config)[0].destroy()
 """
 
 
+@pytest.mark.parametrize(
+    ("script", "found", "told"),
+    [
+        ("echo hello; echo; echo 'ds_vertical process: 7000000'; echo bye 5", {"process_bytes": 7e6}, ""),
+        ("echo ds_vertical process: 7; echo no device >&2; exit 3", {}, "has ended with 3:\nno device"),
+        ("echo 7000000", {}, "has ended with 0"),
+        ("exec sleep 60", {}, "took more than 0.5 s"),
+    ],
+    ids=["others talk too", "no device", "says nothing", "too long"],
+)
+def test_a_process_that_cannot_tell_what_it_holds_costs_the_report_one_field(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    script: str,
+    found: dict[str, float],
+    told: str,
+) -> None:
+    """A program in the interpreter's place says what a process may say."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(machine_info, "_LIMIT_S", 0.5 if "sleep" in script else 60)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert machine_info.process_rate() == found
+    error = capsys.readouterr().err
+    assert (told in error and error.startswith("ds-vertical limits: plans will assume ")) if told else error == ""
+
+
 @pytest.mark.slow
 def test_a_plan_counts_as_much_of_a_process_as_initialize_measures(tmp_path: Path) -> None:
-    """Of a user's script with a model of 24 layers, built as Hugging Face builds it."""
+    """Of a user's script with Hugging Face's Trainer at hand and a model of 24 layers, built as Hugging Face builds it."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command, own = [sys.executable, "-c", SCRIPT, str(tmp_path)], os.environ | alone
     done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=300)
