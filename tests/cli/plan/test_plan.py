@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -259,8 +261,11 @@ def test_what_a_plan_writes_trains_as_it_stands(tmp_path: Path, capsys: pytest.C
     assert config == found["config"]
     assert config["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
     assert config["vertical_schedule"].pop("host_memory_bytes") == 1_100_000_000  # of a process without a suite's libraries
-    model = hf.build_model("gpt_13m", hf.read_fields(SHAPES / "gpt_13m.json"), lambda config: None)
     start_process_group()
+    on_ssd = config["zero_optimization"]["offload_param"]["device"] == "nvme"
+    config = ds_vertical.prepare(config) if on_ssd else config
+    with deepspeed.zero.Init(config_dict_or_path=config) if on_ssd else contextlib.nullcontext():
+        model = hf.build_model("gpt_13m", hf.read_fields(SHAPES / "gpt_13m.json"), lambda config: None)
     batch = {"input_ids": torch.arange(16).reshape(1, 16)}
     batch["labels"] = batch["input_ids"]
     engine, *_ = ds_vertical.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -269,11 +274,12 @@ def test_what_a_plan_writes_trains_as_it_stands(tmp_path: Path, capsys: pytest.C
         assert losses[2] < losses[0]
         at_rest = (i for i in found["memory"] if i["what"] == "optimizer state at rest" and i["tier"] == "host")
         planned_bytes = sum(item["num_bytes"] for item in at_rest)
-        resting = 12 * sum(chunk.numel for chunk in engine.optimizer.stepper.chunks if chunk.files is None)
+        chunks = engine.optimizer.stepper.chunks
+        resting, piece = 12 * sum(chunk.numel for chunk in chunks if chunk.files is None), 12 * max(chunk.numel for chunk in chunks)
         assert 0 <= config["vertical_schedule"]["optimizer_host_share"] < 1
         assert (config["vertical_schedule"]["optimizer_host_share"] > 0) == slow_ssd
         if slow_ssd:
-            assert 0.9 * planned_bytes < resting <= planned_bytes, (resting, planned_bytes)
+            assert planned_bytes - piece < resting <= planned_bytes, (resting, planned_bytes)
         fields = found["setting"]
         choice = Choice.from_json(fields)
         nothing: Any = None
