@@ -15,14 +15,17 @@ That is so for a rank whose step has failed, which takes part with zeros, and wh
 put where need not be the same on all ranks. A rank that is gone is noticed by the process group: nobody watches the memory
 itself to learn what another rank does.
 
-[Note: the file] The memory is a file in /dev/shm. Its bytes are reserved when it is made: where /dev/shm is too small that
-fails at the start, and no write fails later. Containers of one machine may have one name, and /dev/shm apart. So the rank that
-makes the file writes random bytes into it, and the others look for these in what they have opened. Then the file loses its
-name: once no process has it mapped it is gone, however they have ended. Where one rank fails in any of that, all do without.
+[Note: the file] The memory is a file in /dev/shm. Containers of one machine may have one name, and /dev/shm apart. So the rank
+that makes the file writes random bytes into it, and the others look for these in what they have opened. Then the file loses its
+name: once no process has it open or mapped it is gone, however they have ended. Only then its maker reserves its bytes, since
+of a rank that is killed while the file has a name it stays, and until then that is one page. Where /dev/shm is too small that
+fails at the start, and no write fails later. Where one rank fails in any of that, all do without.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import mmap
 import os
 import secrets
@@ -56,46 +59,51 @@ class SharedMemory:
     def __init__(self, mapped: torch.Tensor, number: int, count: int) -> None:
         self._regions = mapped[_HEAD:].view(count, -1)
         self._number = number
-        self._used: dict[int, int] = {}  # of the own region: the ends of the parts in use, by their beginnings
-        self._given_up: deque[int] = deque()  # of those the beginnings of what nobody has any more
+        self._count = itertools.count()
+        self._used: dict[int, tuple[int, int]] = {}  # of the own region, by their numbers: (beginning, end) of the parts in use
+        self._given_up: deque[int] = deque()  # the numbers of those that nobody has any more
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """Memory of this rank's region, for as long as the tensor is there; None where there is no room. Out of the smallest
         gap that is large enough: what has just been given up is the place of the next part of its size."""
-        while self._given_up:
-            del self._used[self._given_up.popleft()]
-        num_bytes = dtype.itemsize * torch.Size(shape).numel()
         own = self._regions[self._number]
-        ends, starts = [0, *sorted(self._used.values())], [*sorted(self._used), len(own)]
+        if not len(own):
+            return None  # closed, which a collective that is still under way need not know
+        while self._given_up:  # in this order: an interrupt between the two loses no place
+            self._used.pop(self._given_up[0], None)
+            self._given_up.popleft()
+        num_bytes = dtype.itemsize * torch.Size(shape).numel()
+        used = sorted(self._used.values())
+        ends, starts = [0, *(end for _, end in used)], [*(start for start, _ in used), len(own)]
         gaps = [(start - end, end) for end, start in zip(ends, starts, strict=True) if start - end >= max(1, num_bytes)]
         if not gaps:
             return None
         _, first = min(gaps)
-        self._used[first] = min(len(own), first + padded(max(1, num_bytes)))
-        taken = own[first : first + num_bytes].view(dtype).view(*shape)
-        weakref.finalize(taken, self._given_up.append, first).atexit = False
+        number, taken = next(self._count), own[first : first + num_bytes].view(dtype).view(*shape)
+        weakref.finalize(taken, self._given_up.append, number).atexit = False  # first: what is in use is given up some day
+        self._used[number] = first, min(len(own), first + padded(max(1, num_bytes)))
         return taken
 
     def has(self, part: torch.Tensor) -> bool:
         """Whether `part` lies in this rank's region."""
-        return self._place(part) != _ELSEWHERE
+        return self._place(part, self._regions) != _ELSEWHERE
 
     def parts_of_all(self, part: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor] | None:
         """The parts of all ranks of the group, of the same shape; this rank's is `part`. None, on all ranks, where one has its
         part elsewhere. The parts are whole, and stay so until the ranks meet once more."""
-        places = torch.empty(group.size(), dtype=torch.int64)
-        ranks.ALL_GATHER(places, torch.tensor([self._place(part)]), group=group)
+        places, regions = torch.empty(group.size(), dtype=torch.int64), self._regions  # which may be closed meanwhile
+        ranks.ALL_GATHER(places, torch.tensor([self._place(part, regions)]), group=group)
         if _ELSEWHERE in places:
             return None
-        pairs = zip(self._regions, places.tolist(), strict=True)
+        pairs = zip(regions, places.tolist(), strict=True)
         return [region[first : first + part.nbytes].view(part.dtype).view(part.shape) for region, first in pairs]
 
     def close(self) -> None:
-        """Let go of the memory. It stays as long as there are tensors in it."""
+        """Let go of the memory, from any thread. It stays as long as there are tensors in it. There is no room any more."""
         self._regions = torch.empty(len(self._regions), 0, dtype=torch.uint8)
 
-    def _place(self, part: torch.Tensor) -> int:
-        own = self._regions[self._number]
+    def _place(self, part: torch.Tensor, regions: torch.Tensor) -> int:
+        own = regions[self._number]
         first = part.data_ptr() - own.data_ptr()
         return first if len(own) and 0 <= first <= len(own) - part.nbytes else _ELSEWHERE
 
@@ -133,19 +141,12 @@ def shared_by(groups: Sequence[tuple[int, ...]], num_bytes: int, what: str) -> S
     made; a line on rank 0 says why. Collective among all ranks. `groups`: has each rank once, and is the same on all;
     `what`: for the line."""
     members = next(group for group in groups if ranks.rank() in group)
-    size = _HEAD + len(members) * num_bytes
-    path, token = _FOLDER / f"ds_vertical.{secrets.token_hex(8)}", secrets.token_bytes(32)
-    mapped, fault = None, ""
-    try:
-        if ranks.rank() == members[0]:
-            mapped, fault = _mapped(path, size, token, makes=True)
-        path, token, others = ranks.all_gathered((path, token, fault))[members[0]]
-        if ranks.rank() != members[0] and not others:
-            mapped, fault = _mapped(path, size, token, makes=False)
-        faults = ranks.all_gathered(fault)
-    finally:
-        if ranks.rank() == members[0]:
-            path.unlink(missing_ok=True)
+    size, mapped = _HEAD + len(members) * num_bytes, None
+    with contextlib.ExitStack() as open_files:
+        fd, faults = _opened_by_all(members, size, open_files)
+        if fd is not None and not any(faults):
+            mapped, fault = _mapped(fd, size, reserves=ranks.rank() == members[0])
+            faults = ranks.all_gathered(fault)
     told = next(((number, each) for number, each in enumerate(faults) if each), None)
     if told is None and mapped is not None:
         return SharedMemory(mapped, members.index(ranks.rank()), len(members))
@@ -157,19 +158,45 @@ def shared_by(groups: Sequence[tuple[int, ...]], num_bytes: int, what: str) -> S
     return None
 
 
-def _mapped(path: Path, size: int, token: bytes, makes: bool) -> tuple[torch.Tensor | None, str]:
-    """The file's memory, or why there is none. `makes`: the file is to be made, with `token` at its beginning; else that must
-    be there."""
+def _opened_by_all(members: Sequence[int], size: int, open_files: contextlib.ExitStack) -> tuple[int | None, list[str]]:
+    """(a file that these ranks have opened, and that has no name any more; of all ranks why one has none). `open_files`: closes
+    it. Collective."""
+    makes = ranks.rank() == members[0]
+    path, token = _FOLDER / f"ds_vertical.{secrets.token_hex(8)}", secrets.token_bytes(32)
+    fd, fault = None, ""
+    try:
+        if makes:
+            fd, fault = _opened(path, size, token, True, open_files)
+        path, token, others = ranks.all_gathered((path, token, fault))[members[0]]
+        if not makes and not others:
+            fd, fault = _opened(path, size, token, False, open_files)
+        return fd, ranks.all_gathered(fault)
+    finally:
+        if makes:
+            path.unlink(missing_ok=True)
+
+
+def _opened(path: Path, size: int, token: bytes, makes: bool, open_files: contextlib.ExitStack) -> tuple[int | None, str]:
+    """The file, or why there is none. `makes`: it is to be made, with `token` at its beginning, and takes a page; else the
+    token must be there."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if makes else 0), 0o600)
-        try:
-            if makes:
-                os.posix_fallocate(fd, 0, size)
-                os.pwrite(fd, token, 0)
-            elif os.fstat(fd).st_size != size or os.pread(fd, len(token), 0) != token:
-                return None, f"{path} is not what another rank of this host has made"
-            return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8), ""
-        finally:
-            os.close(fd)
+        open_files.callback(os.close, fd)
+        if makes:
+            os.truncate(fd, size)
+            os.pwrite(fd, token, 0)
+        elif os.fstat(fd).st_size != size or os.pread(fd, len(token), 0) != token:
+            return None, f"{path} is not what another rank of this host has made"
+    except (OSError, ValueError) as error:
+        return None, f"{type(error).__name__}: {error}"
+    return fd, ""
+
+
+def _mapped(fd: int, size: int, reserves: bool) -> tuple[torch.Tensor | None, str]:
+    """The file's memory, or why there is none. `reserves`: its bytes are to be reserved, which one rank does for all."""
+    try:
+        if reserves:
+            os.posix_fallocate(fd, 0, size)
+        return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8), ""
     except (OSError, ValueError) as error:
         return None, f"{type(error).__name__}: {error}"

@@ -65,6 +65,8 @@ class _Received(threading.local):
 
 _received = _Received()
 
+_Job = Callable[[], threading.Event | None]  # returns what is to be set behind it, once nothing that the job holds is there
+
 # A hop takes its argument out of a list, so that nobody else keeps the memory, and returns the next hop's.
 _Hop = Callable[[list[torch.Tensor]], torch.Tensor]
 _Hops = Sequence[tuple[Level, _Hop]]
@@ -99,15 +101,16 @@ class Issued(Generic[T]):
             raise self._error
         return self._result[0]
 
-    def end(self, last: torch.Tensor) -> None:
-        """The collective is over, and its last hop has given this."""
-        self._result.append(self._form(last))
-        self._over.set()
+    def end(self, last: list[torch.Tensor]) -> threading.Event:
+        """The collective's last hop has given this, which is taken out of the list. `wait` returns once the caller has set the
+        event: it first lets go of whatever it holds itself, in whose place others then find room."""
+        self._result.append(self._form(last.pop()))
+        return self._over
 
-    def fail(self, error: BaseException) -> None:
-        """The collective has failed with this."""
+    def fail(self, error: BaseException) -> threading.Event:
+        """The collective has failed with this. `wait` raises it once the caller has set the event."""
         self._error = error
-        self._over.set()
+        return self._over
 
 
 def _nothing_to_wait_for() -> None:
@@ -216,24 +219,26 @@ class _Lane:
     """Runs what it is given, first in, first out: on a thread of its own, or at once on the caller's."""
 
     def __init__(self, name: str, threaded: bool) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threaded = threaded
         if threaded:
             threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def put(self, job: Callable[[], None]) -> None:
+    def put(self, job: _Job) -> None:
         if self._threaded:
             self._jobs.put(job)
-        else:
-            job()
+        elif (over := job()) is not None:
+            over.set()
 
     def close(self) -> None:
         self._jobs.put(None)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            over = job()
             del job  # and the memory that it holds
+            if over is not None:
+                over.set()
 
 
 def _mesh(purpose: str, topology: Topology) -> DeviceMesh | None:
@@ -289,24 +294,26 @@ class _Direction:
     def _enter(self, issued: Issued[T], take: Callable[[], torch.Tensor], hops: _Hops) -> None:
         """`take` gives what the first of the hops is of; called once, on that hop's lane."""
         (level, hop), *rest = hops
+        takes = [take]
+        del take  # which may hold what it gives
 
-        def job() -> None:
+        def job() -> threading.Event | None:
             try:
                 if self._failed:
                     raise self._failed[0]
-                held = [take()]
+                held = [takes.pop()()]
                 start = now()
                 with torch.no_grad():  # a thread has a mode of its own
-                    moved = hop(held)
+                    held.append(hop(held))
                 if _moves(hop):
                     self.tracer.span(_RESOURCES[level], issued.what, start, now(), _received.num_bytes)
-                if rest:
-                    self._enter(issued, [moved].pop, rest)
-                else:
-                    issued.end(moved)
+                if not rest:
+                    return issued.end(held)
+                self._enter(issued, held.pop, rest)
             except BaseException as error:
                 self._failed.append(error)
-                issued.fail(error)
+                return issued.fail(error)
+            return None
 
         self._lanes[level].put(job)
 
@@ -332,7 +339,7 @@ def _read_in_memory(memory: SharedMemory, found: _Rows, group: ProcessGroup, hel
     theirs there. Returns this rank's rows."""
     rows = held.pop()
     parts = memory.parts_of_all(rows, group)
-    _received.num_bytes = (group.size() - 1) * rows.nbytes
+    _received.num_bytes = 0  # unless they are sent
     found(_all_gathered(group, [rows]) if parts is None else [row for part in parts for row in part])
     return rows
 
@@ -380,7 +387,7 @@ def _summed_in_memory(memory: SharedMemory, group: ProcessGroup, held: list[torc
     parts, count = memory.parts_of_all(rows, group), group.size()
     if parts is None:
         return _scattered_sums(None, group, [rows])
-    _received.num_bytes = rows.nbytes - rows.nbytes // count
+    _received.num_bytes = 0
     return _sum([part.chunk(count)[group.rank()] for part in parts])
 
 

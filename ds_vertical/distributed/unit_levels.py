@@ -8,7 +8,7 @@ Parameters of different dtypes go apart. See `schedule.levels`, [Note: levels], 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -138,14 +138,12 @@ class UnitLevels:
         self.sends: Callable[[ZeroParam], bool] = zero_params.is_partitioned
         self._copies: dict[Unit, _Copy] = {}
 
-    def share_memory(self, units: Mapping[Unit, Sequence[ZeroParam]], outside: Collection[Unit], num_values: int = 1) -> None:
+    def share_memory(self, units: Mapping[Unit, Sequence[ZeroParam]], outside: Sequence[Unit], num_values: int = 1) -> None:
         """Have copies in memory that the ranks of a host share, if they can: room for as many of the `units` as are kept at a
         time, in each of their values. `outside`: those beside the layers whose copies are kept. Collective."""
         if self.beside is not None or self.topology.pair == 1:
             return
-        kept = [params for unit, params in units.items() if isinstance(unit, int) or unit in outside]
-        sizes = [sum(padded(_part_bytes(group, self.topology)) for group in _by_dtype(params)) for params in kept]
-        num_bytes = sum(sorted(sizes, reverse=True)[: round((self._settings.share or 0.0) * len(sizes))])
+        num_bytes = room_of_copies(units, outside, self._settings.share or 0.0, self.topology)
         if num_bytes:
             self.memory = shared_by(self.topology.hops(Level.PAIR), num_values * num_bytes, "copies")
 
@@ -325,6 +323,18 @@ def _part_bytes(group: Sequence[ZeroParam], topology: Topology) -> int:
     """Of a rank's part of a copy: shards of one dtype of W/w ranks."""
     size = zero_params.shard_dtype(group[0]).itemsize
     return topology.world // topology.pair * size * sum(map(zero_params.shard_numel, group))
+
+
+def room_of_copies(units: Mapping[Unit, Sequence[ZeroParam]], outside: Sequence[Unit], share: float, topology: Topology) -> int:
+    """Bytes of a rank's parts of the copies that are kept at a time, by the order in which the budget counts them: layers are
+    kept first, the largest ones at worst, then the units `outside`."""
+
+    def size_of(unit: Unit) -> int:
+        return sum(padded(_part_bytes(group, topology)) for group in _by_dtype(units[unit]))
+
+    kept = sorted((size_of(unit) for unit in units if isinstance(unit, int)), reverse=True)
+    kept += [size_of(unit) for unit in outside]
+    return sum(kept[: round(share * len(kept))])
 
 
 def _checksums(groups: Sequence[Sequence[ZeroParam]], shard_of: ShardOf) -> list[int]:

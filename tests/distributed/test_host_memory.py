@@ -5,6 +5,7 @@ Training with it is in test_levels_engine.py and test_acco.py."""
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 
 import host_memory_worker
@@ -55,6 +56,29 @@ def test_memory_that_is_closed_has_no_parts() -> None:
     part.fill_(3)  # whose memory stays for as long
 
 
+def test_memory_that_is_closed_has_no_room_between_its_parts() -> None:
+    """An engine's last collectives may come behind its end, and their error would be the next engine's."""
+    memory = of_one_rank(128 + 64)
+    before, behind = memory.take((128,), torch.uint8), memory.take((64,), torch.uint8)
+    assert before is not None and behind is not None
+    del before
+    memory.close()
+    assert memory.take((4,), torch.float32) is None and memory.take((1,), torch.uint8) is None
+
+
+def test_an_interrupt_while_a_part_is_taken_leaves_its_place_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = of_one_rank(64)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(weakref, "finalize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            memory.take((64,), torch.uint8)
+    assert memory.take((64,), torch.uint8) is not None
+
+
 def test_where_there_is_no_room_a_part_lies_elsewhere_behind_what_may_be_read() -> None:
     """It first waits until the others have read what may give way."""
     memory, waited = of_one_rank(64), []
@@ -80,7 +104,7 @@ def run(folder: Path, case: str) -> str:
     return (folder / "rank0.log").read_text()
 
 
-@pytest.mark.parametrize("case", ["again", "sums", "elsewhere", "gone"])
+@pytest.mark.parametrize("case", ["again", "sums", "elsewhere", "closed", "gone"])
 def test_four_ranks(tmp_path: Path, case: str) -> None:
     assert "send each other copies" not in run(tmp_path, case)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
 from pathlib import Path
 
 import level_worker
@@ -109,8 +111,37 @@ def test_what_deepspeed_pads_with_is_cleared() -> None:
 def test_a_wait_may_be_repeated() -> None:
     issued = Issued(lambda tensor: tensor.tolist())
     assert not issued.is_over
-    issued.end(torch.ones(2))
+    issued.end([torch.ones(2)]).set()
     assert issued.is_over and issued.wait() == issued.wait() == [1, 1]
+
+
+@pytest.mark.parametrize("comes", ["as it is", "out of a collective"])
+def test_a_collective_that_is_over_holds_nothing_on_its_lane(monkeypatch: pytest.MonkeyPatch, comes: str) -> None:
+    """Whoever has waited for it finds room where the tensor was. Here nobody else has the collective, or its result."""
+    monkeypatch.setattr(levels, "_mesh", lambda *_: None)
+    direction, gate, there = levels._Direction("test", Topology(1, 1, 1), [], True), threading.Event(), list[bool]()
+
+    class Over(threading.Event):
+        def set(self) -> None:
+            there.append(tensor() is not None)
+            super().set()
+
+    def hop(held: list[torch.Tensor]) -> torch.Tensor:
+        gate.wait(60)
+        return held.pop()
+
+    given = torch.ones(2)
+    tensor = weakref.ref(given)
+    source: torch.Tensor | Issued[torch.Tensor] = given
+    if comes != "as it is":
+        source = Issued(lambda last: last)
+        source.end([given]).set()
+    issued = direction.issue(source, [(Level.PAIR, hop)], lambda last: last, "")
+    issued._over = over = Over()
+    del given, source, issued
+    gate.set()
+    assert over.wait(60) and there == [False]
+    direction.close()
 
 
 # ---------------------------------------------------------------------------------------------------- beside a device

@@ -16,12 +16,13 @@ from ds_vertical.config.section import load_section
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.levels import Issued
 from ds_vertical.distributed.topology import Topology
-from ds_vertical.distributed.unit_levels import UnitLevels, topology_on
+from ds_vertical.distributed.unit_levels import UnitLevels, room_of_copies, topology_on
 from ds_vertical.engine.run_log import network_of
 from ds_vertical.errors import ConfigError
 from ds_vertical.planner.network import Network, level_choice, other_networks
 from ds_vertical.schedule.levels import Arrival
-from ds_vertical.types import LevelSettings
+from ds_vertical.types import PRE, SUF, LevelSettings
+from ds_vertical.types import Unit as UnitName
 
 A, B = "a boot1", "b boot2"
 
@@ -109,6 +110,25 @@ def test_a_node_over_several_hosts_is_told_ahead_of_numbers_that_do_not_fit_it()
         topology_on([A] * 4 + [B] * 4, LevelSettings(8, gradients=4))
 
 
+# ---- what room copies have
+
+
+@pytest.mark.parametrize(("share", "parts"), [(0.0, []), (0.25, [64]), (0.5, [64, 32]), (0.75, [64, 32, 16]), (1.0, None)])
+def test_room_is_reserved_for_the_copies_that_the_budget_counts(share: float, parts: list[int] | None) -> None:
+    """Layers are kept first, of which the largest may be; then the large embedding and head. A part has the shards of two of
+    four ranks."""
+    elements: dict[UnitName, int] = {PRE: 256, 0: 16, 1: 64, 2: 32, SUF: 512}
+    units = {unit: [shard_of_four(count)] for unit, count in elements.items()}
+    expected = sum(parts) if parts is not None else 64 + 32 + 16 + 256
+    assert room_of_copies(units, [PRE], share, Topology(4, 2, 2)) == 4 * expected
+
+
+def shard_of_four(numel: int) -> Any:
+    param: Any = torch.nn.Parameter(torch.zeros(2 * numel))
+    param.ds_tensor, param.partition_numel = torch.zeros(numel // 2), lambda: numel // 2
+    return param
+
+
 # ---- in which order a unit's collectives are issued
 
 
@@ -129,7 +149,7 @@ class Line:
 
     def _over(self, result: torch.Tensor) -> Issued[torch.Tensor]:
         issued: Issued[torch.Tensor] = Issued(lambda last: last)
-        issued.end(result)
+        issued.end([result]).set()
         return issued
 
 

@@ -218,7 +218,7 @@ class Rank:
         """Else its hops would meet other ones of the other ranks."""
         copy = self.levels.spread(self.own(unit(NUMELS[0], 0, torch.float32))).wait()
         failed: Issued[torch.Tensor] = Issued(lambda copy: copy)
-        failed.fail(OSError("a disk has failed"))
+        failed.fail(OSError("a disk has failed")).set()
         for given in (failed, copy, copy):
             try:
                 self.levels.gather(given).wait()

@@ -5,7 +5,7 @@ See `schedule.halves`, [Note: two values].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -33,7 +33,7 @@ class TwoValues(UnitLevels):
         self._prediction = prediction
         self._predicted = UnitLevels(settings, tracer, prediction.shard)
 
-    def share_memory(self, units: Mapping[Unit, Sequence[ZeroParam]], outside: Collection[Unit], num_values: int = 2) -> None:
+    def share_memory(self, units: Mapping[Unit, Sequence[ZeroParam]], outside: Sequence[Unit], num_values: int = 2) -> None:
         """See `UnitLevels`."""
         super().share_memory(units, outside, num_values)
         self._predicted.memory = self.memory
