@@ -113,11 +113,36 @@ class WritingEither(Block):
         return torch.tanh(both[0])
 
 
+class WritingComputed(Block):
+    """One of two results, both of which are computed again, is written in place; of one alone the new value is needed."""
+
+    second = False
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        up = self.up(hidden)
+        both = up + up, -up
+        early = both[0].exp() * both[1].exp()
+        both[self.second].detach().add_(1.0)
+        return torch.tanh(early) + torch.tanh(both[0])
+
+
+def writing_second() -> WritingComputed:
+    block = WritingComputed()
+    block.second = True
+    return block
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "kinds",
-    [(fixed, Fixed, Fixed, fixed, Fixed), (Choosing,) * 4, (WritingEither,) * 4],
-    ids=["saves", "chooses", "writes"],
+    [
+        (fixed, Fixed, Fixed, fixed, Fixed),
+        (Choosing,) * 4,
+        (WritingEither,) * 4,
+        (writing_second, WritingComputed, writing_second, writing_second),
+        (WritingComputed, writing_second, WritingComputed, WritingComputed),
+    ],
+    ids=["saves", "chooses", "writes", "writes-second", "writes-first"],
 )
 def test_calls_that_run_the_same_operations_on_other_tensors(kinds: tuple[Any, ...], policy: ActivationPolicy) -> None:
     """The first call of a form is recorded and the last one is tried; what another one needs is not known from either."""
