@@ -210,6 +210,8 @@ class Recording(TorchDispatchMode):
 
         def put_on() -> None:
             for number, module in enumerate(modules[1:], 1):
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # it takes no hooks
                 handles.append(module.register_forward_pre_hook(noted(number)))
 
         def take_off() -> None:
