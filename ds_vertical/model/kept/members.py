@@ -67,11 +67,9 @@ class Members:
 
 def runs_users_code(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> bool:
     """Whether hooks of users run in the backward of modules and parameters."""
-    hooked = [each for each in modules if each._backward_hooks or each._backward_pre_hooks]
-    if any(_has_users(module, _BACKWARD_HOOKS) for module in hooked):
+    if any(_has_users(module, _BACKWARD_HOOKS) for module in modules):
         return True
-    named = (each for each in params if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None))
-    return any(_has_users(param, _PARAM_HOOKS) for param in named)
+    return any(_has_users(param, _PARAM_HOOKS) for param in params)
 
 
 def _has_users(owner: object, names: Sequence[str]) -> bool:

@@ -5,8 +5,9 @@ values (of new storages, and of those that it writes) and reads some. Needed are
 after the call (a module as its cache, an autograd context as its attribute), but not the call's outputs, whose gradients alone
 are needed; what an operation needs that has to run anyhow: one that draws random numbers, so that the generator
 goes on as in the forward, one that tells Python a number, and one that writes memory from outside the call. Operations of which
-no needed value comes are left out. A kept result stands for the last value of its storage. So what writes that storage in place
-is left out, too (ZeRO-3's linear adds the bias to its product so), and where an earlier value is needed the result is not kept.
+no needed value comes are left out, but for those that write memory which is computed. A kept result stands for the last value
+of its storage. So what writes that storage in place is left out, too (ZeRO-3's linear adds the bias to its product so), and
+where an earlier value is needed the result is not kept.
 """
 
 from __future__ import annotations
@@ -209,6 +210,8 @@ class Recording(TorchDispatchMode):
 
         def put_on() -> None:
             for number, module in enumerate(modules[1:], 1):
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # it takes no hooks
                 handles.append(module.register_forward_pre_hook(noted(number)))
 
         def take_off() -> None:
@@ -401,12 +404,14 @@ class _Flow:
 
     def plan(self, keepable: set[int]) -> CallPlan:
         """The plan in which results of the operations `keepable` are kept where they are needed, as far as that is right."""
+        written: set[int] = set()
         while True:
-            run, kept = self._needed(keepable)
+            run, kept = self._needed(keepable, written)
             wrong = {self.made[key, 1] for key in kept if self._touchers(key) & run}
-            if not wrong:
+            late = self._writes_of_computed(run)
+            if not wrong and not late:
                 break
-            keepable = keepable - wrong
+            keepable, written = keepable - wrong, written if wrong else written | late
         keeps: dict[int, tuple[int, ...]] = {}
         for index in sorted({self.made[key, 1] for key in kept}):
             fresh = list(self.operations[index].fresh)
@@ -421,13 +426,23 @@ class _Flow:
         """The operations that make or write a storage."""
         return {self.made[key, version] for version in range(1, self.last[key] + 1)}
 
-    def _needed(self, keepable: set[int]) -> tuple[set[int], set[int]]:
-        """The operations that run, and the storages that are kept."""
+    def _writes_of_computed(self, run: set[int]) -> set[int]:
+        """The operations that do not run, and write memory that one which runs has made. Nothing needs what they write. But
+        another call may write other memory there, whose value is needed: only a write that runs tells."""
+        return {
+            index
+            for index, operation in enumerate(self.operations)
+            if index not in run and any(self.made[key, 1] in run for key in operation.writes)
+        }
+
+    def _needed(self, keepable: set[int], written: set[int]) -> tuple[set[int], set[int]]:
+        """The operations that run, and the storages that are kept. `written`: operations that have to run for what they
+        write."""
         run: set[int] = set()
         kept: set[int] = set()
         work: list[_Value] = [(key, self.last[key]) for key in self.roots]
         for index, operation in enumerate(self.operations):
-            if operation.must_run or any(key in self.outside for key in operation.writes):
+            if index in written or operation.must_run or any(key in self.outside for key in operation.writes):
                 run.add(index)
                 work += self.reads[index]
         done: set[_Value] = set()

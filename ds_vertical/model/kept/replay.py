@@ -195,9 +195,12 @@ class Replay(_Followed):
     def _starting(self, start: Start, module: nn.Module) -> Changed:
         """Within the block the plan is followed from a call of a module on."""
         handles: list[RemovableHandle] = []
+        over: list[bool] = []  # an interrupt may come between the hook and its handle: such a hook stays, and does nothing
         calls, outer = count(), Modes.capture()
 
         def enter(*_: object) -> None:
+            if over:
+                return
             now = Modes.capture()
             if next(calls) == start.call and (now.operations, now.packings) == (outer.operations, outer.packings):
                 self._index = start.operation
@@ -207,6 +210,7 @@ class Replay(_Followed):
             handles.append(module.register_forward_pre_hook(enter))
 
         def take_off() -> None:
+            over.append(True)
             for handle in handles:
                 handle.remove()
 

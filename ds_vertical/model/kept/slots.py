@@ -32,6 +32,7 @@ from ds_vertical.errors import LayerError
 from ds_vertical.model.tensor_refs import key_of, num_over
 
 VIEW_LEFT = "its forward leaves a view of a parameter's memory behind, other than as a saved tensor"
+_VIEWED = "_base"  # of a tensor: the one that it is a view of
 _MOST_LOOKS, _BETWEEN_LOOKS_S = 10, 0.001  # for views that go again
 _LEAST_COVERED = 0.6  # of a storage, by the views that are kept of it; below that they are kept alone
 _ALIGNED_BYTES = 64  # to which torch's allocators align storages; kernels may choose by a tensor's place in that
@@ -328,7 +329,7 @@ class Slots:
             first = int(base.storage_offset())
             if base.dtype == tensor.dtype and first <= start and start + extent <= first + _extent_of(base):
                 # an input that a slot held would have one more holder than may be when it moves
-                shares = bases is self._params and tensor._base is base
+                shares = bases is self._params and getattr(tensor, _VIEWED) is base
                 count = base if shares else _count_of(tensor)
                 return BaseSlot(bases, index, tensor.size(), tensor.stride(), start - first, count, tensor._version)
         return None

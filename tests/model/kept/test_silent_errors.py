@@ -14,7 +14,10 @@ from torch import nn
 from toy import plain_step
 
 from ds_vertical.errors import LayerError
+from ds_vertical.interrupts import take_back
+from ds_vertical.model.kept.recording import Recording
 from ds_vertical.model.kept.slots import Slots, unpack
+from ds_vertical.model.thread_state import Modes
 from ds_vertical.types import ActivationPolicy
 
 POLICIES: tuple[ActivationPolicy, ...] = ("free", "products", "everything")
@@ -113,11 +116,36 @@ class WritingEither(Block):
         return torch.tanh(both[0])
 
 
+class WritingComputed(Block):
+    """One of two results, both of which are computed again, is written in place; of one alone the new value is needed."""
+
+    second = False
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        up = self.up(hidden)
+        both = up + up, -up
+        early = both[0].exp() * both[1].exp()
+        both[self.second].detach().add_(1.0)
+        return torch.tanh(early) + torch.tanh(both[0])
+
+
+def writing_second() -> WritingComputed:
+    block = WritingComputed()
+    block.second = True
+    return block
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "kinds",
-    [(fixed, Fixed, Fixed, fixed, Fixed), (Choosing,) * 4, (WritingEither,) * 4],
-    ids=["saves", "chooses", "writes"],
+    [
+        (fixed, Fixed, Fixed, fixed, Fixed),
+        (Choosing,) * 4,
+        (WritingEither,) * 4,
+        (writing_second, WritingComputed, writing_second, writing_second),
+        (WritingComputed, writing_second, WritingComputed, WritingComputed),
+    ],
+    ids=["saves", "chooses", "writes", "writes-second", "writes-first"],
 )
 def test_calls_that_run_the_same_operations_on_other_tensors(kinds: tuple[Any, ...], policy: ActivationPolicy) -> None:
     """The first call of a form is recorded and the last one is tried; what another one needs is not known from either."""
@@ -316,3 +344,37 @@ def test_what_is_left_out_is_nan_in_the_trial(policy: ActivationPolicy, capsys: 
     assert "reads NaN" in capsys.readouterr().out
     assert len(training.lines) == len(REPLAYED[: REPLAYED.index(policy) + 1])  # a line for each fall
     assert all("the gradients of its first backward differ" in line for line in training.lines)
+
+
+# ---- interrupts
+
+
+def test_a_hook_that_an_interrupt_has_left_on_a_module_begins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes between a hook of a recompute and its handle."""
+    model = model_of(Block, Block, Block)
+    training = KeptTraining(model, "free")
+    training.step(bodies_of(model), 0)
+    register, calls = nn.Module.register_forward_pre_hook, iter(range(1000))
+
+    def cut(module: nn.Module, hook: Callable[..., Any]) -> Any:
+        handle = register(module, hook)
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return handle
+
+    monkeypatch.setattr(nn.Module, "register_forward_pre_hook", cut)
+    with pytest.raises(KeyboardInterrupt):
+        training.step(bodies_of(model), 1)
+    monkeypatch.undo()
+    take_back()
+    left = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    assert left
+    for hook in left:
+        hook()
+    assert Modes.capture() == Modes()
+
+
+def test_a_scripted_module_takes_no_hook_of_a_recording() -> None:
+    modules = [nn.Sequential(), torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2)]
+    with Recording([]).watching(modules):
+        assert [len(module._forward_pre_hooks) for module in modules] == [0, 0, 1]
