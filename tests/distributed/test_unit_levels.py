@@ -118,7 +118,7 @@ def test_room_is_reserved_for_the_copies_that_the_budget_counts(share: float, pa
     """Layers are kept first, of which the largest may be; then the large embedding and head. A part has the shards of two of
     four ranks."""
     elements: dict[UnitName, int] = {PRE: 256, 0: 16, 1: 64, 2: 32, SUF: 512}
-    units = {unit: [shard_of_four(count)] for unit, count in elements.items()}
+    units: dict[UnitName, list[Any]] = {unit: [shard_of_four(count)] for unit, count in elements.items()}
     expected = sum(parts) if parts is not None else 64 + 32 + 16 + 256
     assert room_of_copies(units, [PRE], share, Topology(4, 2, 2)) == 4 * expected
 
