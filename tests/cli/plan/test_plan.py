@@ -275,7 +275,8 @@ def test_what_a_plan_writes_trains_as_it_stands(tmp_path: Path, capsys: pytest.C
         at_rest = (i for i in found["memory"] if i["what"] == "optimizer state at rest" and i["tier"] == "host")
         planned_bytes = sum(item["num_bytes"] for item in at_rest)
         chunks = engine.optimizer.stepper.chunks
-        resting, piece = 12 * sum(chunk.numel for chunk in chunks if chunk.files is None), 12 * max(chunk.numel for chunk in chunks)
+        resting = 12 * sum(chunk.numel for chunk in chunks if chunk.files is None)
+        piece = 12 * max(chunk.numel for chunk in chunks)
         assert 0 <= config["vertical_schedule"]["optimizer_host_share"] < 1
         assert (config["vertical_schedule"]["optimizer_host_share"] > 0) == slow_ssd
         if slow_ssd:
