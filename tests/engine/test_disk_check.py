@@ -158,17 +158,17 @@ class Planned:
         items = memory_budget.budget(self.forecast.shape, terms, self.forecast.further(0))
         return max(memory_budget.total_bytes(items, Tier.HOST), self.forecast.setup_bytes)
 
-    def refused(self, allowed: int) -> str | None:
-        """What the check of the disk says where so many bytes of host memory are allowed."""
-        self.forecast.paired((allowed, 0))
+    def refused(self, allowed: int, baseline: int = 0) -> str | None:
+        """What the check of the disk says where so many bytes of host memory are allowed. `baseline`: the process has them."""
+        self.forecast.paired((allowed, baseline))
         try:
-            disk_check.check_disk(self.forecast, self.made, self.resolved, (allowed, 0))
+            disk_check.check_disk(self.forecast, self.made, self.resolved, (allowed, baseline))
         except StorageError as error:
             return str(error)
         return None
 
-    def advised(self, allowed: int) -> dict[str, float]:
-        message = self.refused(allowed)
+    def advised(self, allowed: int, baseline: int = 0) -> dict[str, float]:
+        message = self.refused(allowed, baseline)
         assert message is not None and message.count(";") == 1
         return {key: float(value) for key, value in re.findall(r'"vertical_schedule\.(\w+)": ([\d.]+)', message)}
 
@@ -215,9 +215,10 @@ def test_a_short_disk_advises_what_takes_no_more_memory_than_the_run_that_fits(
     """Also where that has none to spare: without early steps there are no new values beside the old ones."""
     monkeypatch.setattr(files, "free_bytes", lambda path: 30 * MIB)
     now, late = (Planned(tmp_path, 1.0, "cpu", optimizer_speculation=True, optimizer_delay=delay) for delay in (0.0, 1.0))
-    assert late.needed() < now.needed() and late.refused(now.needed()) is None
-    assert now.advised(now.needed())["optimizer_delay"] == 1.0
-    assert "optimizer_delay" not in now.advised(late.needed() - 1)
+    held = 400 * MIB  # by the process, a tenth of which is to spare in an advised limit
+    assert late.needed() < now.needed() and late.refused(held + now.needed(), held) is None
+    assert now.advised(held + now.needed(), held)["optimizer_delay"] == 1.0
+    assert "optimizer_delay" not in now.advised(held + late.needed() - 1, held)
 
 
 def test_room_for_a_checkpoint_is_told_and_demanded_where_one_is_sure(
