@@ -282,6 +282,7 @@ class Slots:
         for index, base in enumerate(inputs):
             if isinstance(base, torch.Tensor) and is_plain(base):
                 self._bases.setdefault(key_of(base.untyped_storage()), []).append((inputs, index))
+        self._places_over: dict[int, list[int]] = {}  # of the plain parameters, by key; once one is asked
         self._unlisted = dict.fromkeys(self._num_over)  # keys whose parameters are not among the bases yet
 
     def pack(self, tensor: torch.Tensor) -> SavedSlot:
@@ -316,7 +317,10 @@ class Slots:
     def _list_params(self, key: int) -> None:
         """Take the parameters over a storage among the bases; a buffer may hold several."""
         del self._unlisted[key]
-        plain = [place for place in self._places.values() if key_of(self._params[place].untyped_storage()) == key]
+        if not self._places_over:
+            for place in self._places.values():
+                self._places_over.setdefault(key_of(self._params[place].untyped_storage()), []).append(place)
+        plain = self._places_over.get(key, ())
         # a parameter that is given as an argument is a parameter
         self._bases[key] = [*((self._params, place) for place in plain), *self._bases.get(key, ())]
 

@@ -16,7 +16,8 @@ from toy import plain_step
 from ds_vertical.errors import LayerError
 from ds_vertical.interrupts import take_back
 from ds_vertical.model.kept.recording import Recording
-from ds_vertical.model.kept.slots import Slots, unpack
+from ds_vertical.model.kept.slots import BaseSlot, Slots, unpack
+from ds_vertical.model.tensor_refs import key_of
 from ds_vertical.model.thread_state import Modes
 from ds_vertical.types import ActivationPolicy
 
@@ -378,3 +379,13 @@ def test_a_scripted_module_takes_no_hook_of_a_recording() -> None:
     modules = [nn.Sequential(), torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2)]
     with Recording([]).watching(modules):
         assert [len(module._forward_pre_hooks) for module in modules] == [0, 0, 1]
+
+
+def test_slots_ask_each_parameter_for_its_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of them have views that are saved."""
+    params = [nn.Parameter(torch.ones(2, 3)) for _ in range(20)]
+    held, asked = Slots(params, []), []
+    monkeypatch.setattr("ds_vertical.model.kept.slots.key_of", lambda storage: asked.append(storage) or key_of(storage))
+    made = [held.pack(param.t()) for param in params]
+    assert all(isinstance(slot, BaseSlot) and slot.index == place for place, slot in enumerate(made))
+    assert len(asked) == len(params)
