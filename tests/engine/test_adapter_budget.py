@@ -131,7 +131,7 @@ def test_the_disk_needs_the_adapters_state_alone(
     assert forecast.files.state == state and forecast.files.parameters == 0
     assert forecast.files.num_files == LAYERS * 7 + 2 + (3 * LAYERS if state else 0)
     monkeypatch.setattr(files, "free_bytes", lambda path: 2 * state + MIB)  # the base once more would be 13 GB
-    disk_check.check_disk(forecast, config, resolved)
+    disk_check.check_disk(forecast, config, resolved, (1 << 40, 0))
 
 
 def test_a_step_writes_the_adapters_state_and_reads_the_base_twice(tmp_path: Path) -> None:
