@@ -21,7 +21,8 @@ processors other machines share is not as fast at each moment.
 `--slow nodeB:25`, or `--slow B:25`, gives nodeB a quarter of its half of the cores; the other host then has its half and no
 more. With the arms of uneven and acco 16 micro-batches of 128 tokens are the default. With those of uneven the first 3 steps of
 each arm do not count: so long the ranks settle how many each of them takes. The benchmark needs root. Nothing else may
-run on the machine. All arms are in memory at a time: name two at a time of those whose state rests there.
+run on the machine. All arms are in memory at a time: name two at a time of those whose state rests there. However the benchmark
+ends, by a kill, too, the hosts end with it, and their files are removed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import copy
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -439,6 +441,7 @@ def main(argv: list[str] | None = None) -> int:
     if (reason := refusal()) is not None:
         print(f"twonode.py: {reason}", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # by way of all `with` blocks
     try:
         content = run(options)
     except (RigError, ArmError) as error:

@@ -7,7 +7,8 @@ The two hosts of the rig are one machine, whose cores and SSD the ranks of both 
 what `limits` finds, and what all ranks receive and round loads the same cores. A record has the links as `limits --links` has
 measured them on the rig, and the seconds of the model's pieces, ahead of the arms and behind them. Pieces that a record lacks
 are timed here, on a machine that may be faster or slower by now. All else is what `ds-vertical plan --nodes 2 --links` calls.
-Arms that the simulation knows: flat, levels, int8, int8_int4.
+Arms that the simulation knows: flat, levels, int8, int8_int4. In records older than 2026-11-28 the ranks of a host sent each
+other what they share in memory since, so their predictions are those of the checkout that made them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from ds_vertical.planner.simulate import SimulatedRun
 WINDOW: Final = 1  # prefetch_layers of all arms
 DELAY: Final = 0.25  # their optimizer_delay
 NODES: Final = 2
+# As `ds-vertical plan` has it for the CPU: gloo, and memory that a host's ranks share
+ON_CPU: Final = dict.fromkeys(("reduces_twice", "in_memory", "sums_in_memory"), True)
 # By the arm's name: how its collectives go, see `Network`
 ARMS: Final[dict[str, Mapping[str, Any]]] = {
     "flat": {},
@@ -87,7 +90,7 @@ def predicted(record: Mapping[str, Any], profile: Profile) -> dict[str, dict[str
     machine = rank_machine(profile, ranks, record)
     found = {}
     for name in [name for name in record["arms"] if name in ARMS]:
-        network = Network(NODES, record["ranks_per_node"], reduces_twice=True, **ARMS[name])
+        network = Network(NODES, record["ranks_per_node"], **ON_CPU, **ARMS[name])
         run, measured = candidate(record, spec, seconds, network, profile, machine).timeline, record["arms"][name]
         ratio = run.step_s / measured["step_s"]
         found[name] = {"predicted_s": run.step_s, "measured_s": measured["step_s"], "predicted_over_measured": ratio}

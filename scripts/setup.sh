@@ -47,6 +47,7 @@ missing_packages() {
     local headers
     command -v c++ >/dev/null || echo g++
     command -v patch >/dev/null || echo patch  # the tests of patches/ apply them to a copy
+    { command -v ip && command -v tc; } >/dev/null || echo iproute2  # for tests on two hosts of one machine
     echo '#include <libaio.h>' | c++ -E -x c++ - >/dev/null 2>&1 || echo libaio-dev
     python=$(find_python) || { echo python3 python3-dev python3-venv; return; }
     "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv

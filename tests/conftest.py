@@ -378,7 +378,6 @@ SLOW_MEMBERS = {
     "test_torn.py::test_the_refusal_names_the_last_good_tag[None]",
     "test_trace.py::test_without_overlap_no_two_resources_work_at_a_time[0.0]",
     "test_trace.py::test_without_overlap_no_two_resources_work_at_a_time[1.0]",
-    "test_two_hosts.py::test_two_hosts_have_the_bits_of_one_and_move_what_the_formula_says[1]",
     "test_uncounted_writes.py::test_a_large_one_that_begins_late_is_refused_by_name[add-1]",
     "test_uncounted_writes.py::test_a_large_one_that_begins_late_is_refused_by_name[into_array-3]",
     "test_uncounted_writes.py::test_what_a_forward_makes_and_blocks_write_has_stocks_bits[1-MadeInForward]",

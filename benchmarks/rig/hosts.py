@@ -6,8 +6,8 @@ a pair of virtual Ethernet interfaces. Both lie in the hosts' networks only, so 
 
 [Note: the end] A host's first process reads a pipe of this process. However this process ends (by `kill -9`, too), the kernel
 closes that pipe. The host's first process then ends, and the kernel kills all others of the host and removes its network and
-mounts. If this process is killed, a folder and a control group stay behind, with its pid in their names; the next rig removes
-them.
+mounts. A shell beside the hosts reads a pipe of this process, too, and then removes the folder and the control groups, which
+have this process's pid in their names.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -50,6 +48,26 @@ mount --bind "$2/hosts" /etc/hosts
 ip link set lo up
 echo ready
 exec cat
+"""
+
+
+# What stays outside the hosts until this process has ended. Its arguments are the folder and the control groups, which go once
+# the kernel has ended the hosts' processes.
+SWEEPER: Final = """cat > /dev/null
+folder=$1
+shift
+for pause in 0.1 0.5 1 2 4 8; do
+    rm -rf "$folder"
+    for group; do
+        [ ! -d "$group" ] || rmdir "$group"
+    done 2> /dev/null
+    left=
+    for each in "$folder" "$@"; do
+        [ ! -e "$each" ] || left=yes
+    done
+    [ -n "$left" ] || exit 0
+    sleep $pause
+done
 """
 
 
@@ -181,13 +199,14 @@ class TwoHosts:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> TwoHosts:
-        remove_stale(self._base)
         with contextlib.ExitStack() as stack:
             made = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}.", dir=self._base)
             self.folder = Path(made).resolve()
+            at_last = stack.enter_context(contextlib.ExitStack())
             stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
             self._lay_out()
             groups = stack.enter_context(self._groups())
+            at_last.enter_context(self._sweeper([group for each in groups.values() for group in each]))
             addresses = {name: f"10.9.0.{number}" for number, name in enumerate(NAMES, 1)}
             lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
             (self.folder / "hosts").write_text("\n".join(lines) + "\n")
@@ -215,14 +234,22 @@ class TwoHosts:
             command.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "{self.folder}" {name} "$@"\n')
             command.chmod(0o755)
 
+    def _sweeper(self, groups: Sequence[str]) -> subprocess.Popen[bytes]:
+        """See the note. A session of its own: Ctrl-C ends what this process runs, and not the sweeper."""
+        command = ["sh", "-c", SWEEPER, "sh", str(self.folder), *groups]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
     @contextlib.contextmanager
     def _groups(self) -> Iterator[dict[str, list[str]]]:
         """{name: control groups} for as long as the block runs; [] for a host that is not limited."""
         shares = {name: self._slow.get(name, 100.0) / 100 / len(NAMES) for name in NAMES} if self._slow else {}
         with contextlib.ExitStack() as stack:
             found: dict[str, list[str]] = {name: [] for name in NAMES}
-            for name, share in shares.items():
-                found[name].append(str(stack.enter_context(quota.limited(f"{PREFIX}{os.getpid()}.{name}", share))))
+            try:
+                for name, share in shares.items():
+                    found[name].append(str(stack.enter_context(quota.limited(f"{PREFIX}{os.getpid()}.{name}", share))))
+            except OSError as error:
+                raise RigError(str(error)) from error
             for name, limit in self._disks.items():
                 found[name].append(str(stack.enter_context(disk_limit.limited(limit, [self.folder])).folder))
             yield found
@@ -248,28 +275,3 @@ class TwoHosts:
     def within_bytes(self) -> dict[str, int]:
         """{host: bytes that its processes have got from each other}, see `Host.within_bytes`."""
         return {host.name: host.within_bytes() for host in self.hosts}
-
-
-def remove_stale(base: Path) -> None:
-    """Remove the folders in `base`, and the control groups, of rigs whose process has ended."""
-    for folder in base.glob(f"{PREFIX}*"):
-        if not _is_running(folder.name):
-            _remove_when_left(folder)
-    for group in quota.groups(PREFIX):
-        if not _is_running(group.name):
-            with contextlib.suppress(OSError):
-                group.rmdir()
-
-
-def _is_running(name: str) -> bool:
-    found = re.match(re.escape(PREFIX) + r"(\d+)\.", name)
-    return found is None or Path(f"/proc/{found[1]}").exists()
-
-
-def _remove_when_left(folder: Path, attempts: Sequence[float] = (0.1, 0.5, 2.0)) -> None:
-    """Remove the folder; try again for a while, since the kernel may still be ending a host's processes in it."""
-    for seconds in attempts:
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            return
-        time.sleep(seconds)

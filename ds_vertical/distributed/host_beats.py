@@ -134,22 +134,26 @@ class HostBeats:
     # ---- the watch's thread
 
     def lost(self, ended: Collection[int]) -> list[RankReport]:
-        """Reports of the ranks on lost hosts, without the ranks `ended`. Each host is reported once."""
-        if not self.are_several:
-            return []
-        found: list[RankReport] = []
-        first = self.hosts[0]
-        if self._rank == 0:
-            for host, (_, since) in list(self._numbers.items()):
-                if host != self._host and self._answered - since > self._silence_s and not self._is_stopped(host):
-                    found += self._report(host, f"has said nothing for {self._silence_s:.0f} s", ended)
-        elif self._host != first and self._closed and 0 in ended:
-            return []  # the store has gone with rank 0, which had said that it ends
-        elif self._host != first and self._closed:
-            found += self._report(first, "has closed the store of the process group, without a word of rank 0", ended)
-        elif self._host != first and self._clock - self._answered > self._silence_s and not self._is_stopped(first):
-            found += self._report(first, f"has not answered for {self._silence_s:.0f} s", ended)
-        return found
+        """Reports of the ranks on a lost host, without the ranks `ended`. Each host is reported once, and one in a call: to ask
+        a silent host may take PROBE_S, and of several that are lost at once the first is told ahead of the next question."""
+        first = self.hosts[0] if self.are_several else self._host
+        if self._rank == 0 and self.are_several:
+            return self._first_silent(ended)
+        if self._host == first or (self._closed and 0 in ended):
+            return []  # in the second case the store has gone with rank 0, which had said that it ends
+        if self._closed:
+            return self._report(first, "has closed the store of the process group, without a word of rank 0", ended)
+        if self._clock - self._answered > self._silence_s and not self._is_stopped(first):
+            return self._report(first, f"has not answered for {self._silence_s:.0f} s", ended)
+        return []
+
+    def _first_silent(self, ended: Collection[int]) -> list[RankReport]:
+        for host, (_, since) in list(self._numbers.items()):
+            if host != self._host and self._answered - since > self._silence_s and not self._is_stopped(host):
+                found = self._report(host, f"has said nothing for {self._silence_s:.0f} s", ended)
+                if found:
+                    return found
+        return []
 
     def _is_stopped(self, host: str) -> bool:
         """Whether a silent host's ranks are there, and only stand still: see [Note: stopped ranks]."""

@@ -108,15 +108,14 @@ def topology_of(hosts: Sequence[str], pair: int | None = None, node: int | None 
     """The topology of ranks on `hosts` (`host_id()` of each rank, in the order of the ranks).
 
     `pair`: w, as `zero_hpz_partition_size` gives it; None: the ranks of a host, or g where that is less. `node`: g; None: the
-    ranks of a host, or w where that is more. Raises ConfigError, with the names of hosts and the numbers of their ranks: where
+    ranks of a host. Raises ConfigError, with the names of hosts and the numbers of their ranks: where
     the ranks of a host are not neighbours, where hosts have unequal numbers of ranks, and for numbers that do not divide.
     """
     ranks = ranks_of_hosts(hosts, pair)
     per_host = len(hosts) // len(ranks)
-    _refuse_numbers(len(hosts), per_host, pair, node, _named(ranks))
+    _refuse_numbers(per_host, pair, node, _named(ranks))
     pair = pair or min(per_host, node or per_host)
-    node = node or max(per_host, pair)
-    return Topology(world=len(hosts), node=node, pair=pair)
+    return Topology(world=len(hosts), node=node or per_host, pair=pair)
 
 
 def ranks_of_hosts(hosts: Sequence[str], pair: int | None = None) -> dict[str, list[int]]:
@@ -136,18 +135,17 @@ def ranks_of_hosts(hosts: Sequence[str], pair: int | None = None) -> dict[str, l
     return ranks
 
 
-def _refuse_numbers(world: int, per_host: int, pair: int | None, node: int | None, named: str) -> None:
-    """Raise ConfigError for a w or a g that the ranks of the hosts do not have. What it advises is taken by
-    `unit_levels.topology_on`: w and g of more ranks than a host has are for `topology_of` alone."""
-    fitting = [n for n in range(1, world + 1) if not world % n and (not per_host % n or not n % per_host)]
-    advised = [n for n in fitting if n <= per_host]
+def _refuse_numbers(per_host: int, pair: int | None, node: int | None, named: str) -> None:
+    """Raise ConfigError for a w or a g that does not divide the ranks of a host. A g of several hosts would send sums over the
+    link inside the hop that is to be within a host, and unquantised."""
+    fitting = [n for n in range(1, per_host + 1) if not per_host % n]
     if pair is not None and pair not in fitting:
         raise ConfigError(
             f"{PAIR_KEY}: got {pair}, which does not divide the ranks of a host ({named}); write"
-            f" {_advised_pairs(advised, node if node in fitting else None, node is not None)}"
+            f" {_advised_pairs(fitting, node if node in fitting else None, node is not None)}"
         )
     if node is not None and (node not in fitting or node % (pair or 1)):
-        multiples = [str(n) for n in advised if not n % (pair or 1)]
+        multiples = [str(n) for n in fitting if not n % (pair or 1)]
         beside_pair = "" if pair is None else f"{PAIR_KEY} {pair} and "
         raise ConfigError(
             f"{_NODE_KEY}: got {node}, which does not fit {beside_pair}the ranks of a host ({named}); write one of"

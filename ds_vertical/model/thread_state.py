@@ -23,6 +23,7 @@ from torch._C._autograd import (
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.overrides import _pop_mode as _pop_function_mode
 from torch.overrides import _push_mode as _push_function_mode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
@@ -349,9 +350,19 @@ class Modes:
                 _pop_dispatch_mode()
             for each in self.operations:
                 _push_dispatch_mode(each)
+            self.tell_compiler()
         if now.packings != self.packings:
             _take_packings()
             _put_packings(self.packings)
+
+    def tell_compiler(self) -> None:
+        """Put torch's own notes of whether a mode of operations is on, which `torch.compile` reads: within such modes it
+        compiles nothing. Torch changes them where a mode is entered and left, but not where a stack of modes is put back."""
+        for name, counts in _MODE_NOTES.items():
+            if hasattr(_python_dispatch, name):
+                setattr(_python_dispatch, name, any(map(counts, self.operations)))
+        if (put := getattr(_python_dispatch, _PUT_NATIVE_NOTE, None)) is not None:
+            put(any(map(_MODE_NOTES[_NATIVE_NOTE], self.operations)))
 
     def beyond(self, others: Modes) -> Modes:
         """Those that are not among others."""
@@ -375,6 +386,14 @@ class Modes:
 
 
 NO_MODES: Final = Modes()
+_NATIVE_NOTE: Final = "_is_in_any_mode_without_ignore_compile_internals"  # torch has it outside Python once more
+_PUT_NATIVE_NOTE: Final = "set_is_in_mode_without_ignore_compile_internals"
+# Torch's notes, by name, and which modes count for each; older releases lack the last one
+_MODE_NOTES: Final[dict[str, Callable[[TorchDispatchMode], bool]]] = {
+    "_is_in_torch_dispatch_mode": lambda _: True,
+    "_is_in_non_infra_torch_dispatch_mode": lambda mode: not mode.is_infra_mode(),
+    _NATIVE_NOTE: lambda mode: not mode.ignore_compile_internals(),
+}
 
 
 def entered(*contexts: contextlib.AbstractContextManager[object]) -> contextlib.AbstractContextManager[None]:
@@ -393,6 +412,7 @@ def entered(*contexts: contextlib.AbstractContextManager[object]) -> contextlib.
     def leave() -> None:
         for modes in before:
             modes.apply()
+            modes.tell_compiler()  # also where a context was cut between its note and its place on the stack
 
     return Changed(leave, enter)
 

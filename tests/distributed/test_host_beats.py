@@ -78,6 +78,15 @@ def test_rank_0_finds_a_host_that_is_silent_and_names_its_ranks_once() -> None:
     assert ranks[0].lost(()) == [] and ranks[1].lost(()) == []
 
 
+def test_the_first_of_several_lost_hosts_is_told_ahead_of_the_next_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(host_beats, "any_answers", lambda addresses: bool(asked.append(addresses)))  # takes up to a second
+    ranks = ranks_of("abcd")
+    let_pass(3 * SILENCE_S, ranks, ranks[:1])
+    for told, number in ([1], 1), ([2], 2), ([3], 3), ([], 3):
+        assert [report.rank for report in ranks[0].lost(())] == told and len(asked) == number
+
+
 def test_a_host_of_which_one_rank_still_speaks_is_not_lost() -> None:
     ranks = ranks_of("aabb")
     let_pass(2 * SILENCE_S, ranks, ranks[:3])

@@ -57,9 +57,8 @@ def test_what_is_not_said_is_a_host() -> None:
     assert topology_of(two) == Topology(8, 4, 4)
     assert topology_of(two, pair=2) == Topology(8, 4, 2)
     assert topology_of(two, node=2) == Topology(8, 2, 2)
-    assert topology_of(two, pair=8) == Topology(8, 8, 8)  # flat
     assert topology_of(one, pair=2, node=4) == Topology(8, 4, 2)  # on one host, as if there were two
-    assert topology_of(two, pair=1, node=8) == Topology(8, 8, 1)
+    assert topology_of(two, pair=1, node=4) == Topology(8, 4, 1)
 
 
 REFUSED = {
@@ -80,6 +79,12 @@ REFUSED = {
     ),
     "zero": (["a x"] * 4, 0, None, r"ranks_per_node\): got 0, which does not"),
     "node": (["a x"] * 4, None, 3, r"levels\.gradients: got 3, which does not .*one of 1, 2, 4, null$"),
+    "node over two hosts": (
+        ["a x"] * 4 + ["b y"] * 4,
+        2,
+        8,
+        r"levels\.gradients: got 8, which does not fit .* 2 and the ranks of a host \(a has .*one of 2, 4, null$",
+    ),
     "pair above node": (
         ["a x"] * 4,
         4,

@@ -37,7 +37,6 @@ A, B = "a boot1", "b boot2"
         ([A] * 4 + [B] * 4, LevelSettings(2), Topology(8, 4, 2)),  # null: the ranks of a host
         ([A] * 8, LevelSettings(2), Topology(8, 2, 2)),  # which no slow link divides
         ([A] * 4 + [B] * 4, LevelSettings(2, gradients=2), Topology(8, 2, 2)),
-        ([A] * 4 + [B] * 4, LevelSettings(2, gradients=8), Topology(8, 8, 2)),
         ([A] * 4 + [B] * 4, LevelSettings(1), Topology(8, 1, 1)),  # one level
     ],
 )
@@ -89,6 +88,7 @@ def test_ranks_that_make_no_such_nodes_are_refused(hosts: list[str], size: int, 
         ([A] * 9 + [B] * 9, LevelSettings(6, gradients=2), "ranks_per_node"),
         ([A] * 4 + [B] * 4, LevelSettings(2, gradients=3), "gradients"),
         ([A] * 4 + [B] * 4, LevelSettings(2, gradients=1), "gradients"),
+        ([A] * 4 + [B] * 4, LevelSettings(2, gradients=8), "gradients"),
         ([A] * 4, LevelSettings(4, gradients=2), "gradients"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 from toy import facts
 
 from ds_vertical.compat.ops import load
@@ -29,6 +29,7 @@ from ds_vertical.model.thread_state import (
     applied,
     autocast_device_types,
     capture_host_by,
+    entered,
     inference_guard,
     preserved,
 )
@@ -54,6 +55,7 @@ NO_MODES = Modes()
 
 def now(modes: Modes = NO_MODES) -> dict[str, Any]:
     assert Modes.capture() == modes
+    assert is_in_torch_dispatch_mode() == bool(modes.operations)
     return facts(ThreadState.capture())
 
 
@@ -198,6 +200,41 @@ def test_the_outer_state_is_back_after_the_block(use: str, error: type[BaseExcep
     assert now() == facts(before)
 
 
+class Quiet(TorchDispatchMode):
+    """Changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def compiles() -> bool:
+    """Whether `torch.compile` compiles a new function now."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile(lambda x: x * 2 + 1, backend=backend)(torch.ones(3))
+    return bool(graphs)
+
+
+def test_behind_a_mode_whose_end_is_not_called_functions_are_compiled() -> None:
+    with entered(Quiet()):
+        assert not compiles()
+    assert compiles()
+
+
+def test_a_side_without_modes_compiles_while_another_has_some() -> None:
+    with Quiet():
+        inside = Modes.capture()
+        NO_MODES.apply()
+        assert compiles()
+        inside.apply()
+        assert not compiles()
+    assert compiles()
+
+
 # ---- forwards that take turns
 
 COLOUR: contextvars.ContextVar[str] = contextvars.ContextVar("COLOUR", default="none")
@@ -205,7 +242,7 @@ COLOUR: contextvars.ContextVar[str] = contextvars.ContextVar("COLOUR", default="
 
 def sight() -> tuple[Any, ...]:
     """What model code can see of the thread's state, one random number drawn included."""
-    entered = Modes.capture()
+    modes = Modes.capture()
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -216,7 +253,8 @@ def sight() -> tuple[Any, ...]:
         (torch.ones(2, 2) @ torch.ones(2, 2)).dtype,
         torch.ones(1).item(),
         Settings.capture(),
-        *(len(modes) for modes in (entered.functions, entered.operations, entered.packings)),
+        *(len(each) for each in (modes.functions, modes.operations, modes.packings)),
+        is_in_torch_dispatch_mode(),
     )
 
 

@@ -1,4 +1,5 @@
-"""What docs/results.md shows of two hosts: the numbers are those of the records, and what was asked for is met."""
+"""What docs/results.md shows of two hosts, and of a cluster on paper: the numbers are those of the records, and what was asked
+for is met."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from places import ROOT
 TWONODE = ROOT / "benchmarks" / "twonode"
 PAGE = (ROOT / "docs" / "results.md").read_text()
 SECTION = PAGE[PAGE.index("## Two hosts on a slow link") : PAGE.index("## One slow host")]
+ON_PAPER = PAGE[PAGE.index("### A cluster on paper") : PAGE.index("## The demo")]
 LINKS = {"500 Mbit/s": "500mbit", "1 Gbit/s": "1gbit", "2 Gbit/s": "2gbit"}
 PROCESSORS = {"EPYC": "AMD EPYC", "Xeon": "Intel(R) Xeon(R) Processor"}
 ARMS = {  # as the tables of bytes name them
@@ -28,9 +30,9 @@ MOVED = "inbound_bytes_per_step"
 RECORDS: dict[str, dict[str, Any]] = {path.stem: json.loads(path.read_text()) for path in TWONODE.glob("gpt_101m_*.json")}
 
 
-def table(head: str, number: int = 0) -> list[list[str]]:
+def table(head: str, number: int = 0, section: str = SECTION) -> list[list[str]]:
     """The cells of the rows below a head that begins so. `number`: of the tables with such a head, from 0."""
-    lines = SECTION.splitlines()
+    lines = section.splitlines()
     start = [place for place, line in enumerate(lines) if line.startswith(head)][number] + 2
     rows = []
     for line in lines[start:]:
@@ -58,14 +60,9 @@ def record_of(names: list[str], link: str, count: str, measured: str) -> dict[st
         and (record["rate"], record["micro_batches"], record["tokens"]) == (LINKS[link], int(count), 8)
         and record["date"].startswith(f"2026-{day}")
         and record["machine"]["cpu"] == PROCESSORS[processor]
-        and len(next(iter(record["arms"].values()))["steps"]) == (4 if is_short(names, count, processor) else 6)
+        and len(next(iter(record["arms"].values()))["steps"]) == 6  # five behind the first one
     ]
     return found
-
-
-def is_short(names: list[str], count: str, processor: str) -> bool:
-    """Of three steps, and not of five, behind the first one."""
-    return "stock" in names or (count == "16" and processor == "EPYC")
 
 
 @pytest.mark.parametrize("row", step_rows(), ids=" ".join)
@@ -138,19 +135,61 @@ def test_the_rows_of_plans_are_those_of_the_predictions() -> None:
         assert (within == "yes") == (abs(found["predicted_over_measured"] - 1) <= 0.15)
 
 
+def newest(arm: str, count: int, key: str) -> float | None:
+    """What the last record that has counted these bytes of the arm says, in MB."""
+    found = [
+        (record["date"], record["arms"][arm][key] / 1e6)
+        for record in RECORDS.values()
+        if arm in record["arms"] and (record["micro_batches"], record["tokens"]) == (count, 8) and key in record["arms"][arm]
+    ]
+    return max(found)[1] if found else None
+
+
 @pytest.mark.parametrize(("number", "key"), enumerate((MOVED, "within_bytes_per_step")), ids=["into a host", "within one"])
-def test_bytes_that_were_measured_are_those_of_the_records(number: int, key: str) -> None:
-    for name, *cells in table("| | M = 1 | M = 4 | M = 16 |", number):
-        assert name in ARMS or all(cell.endswith(" (derived)") for cell in cells)
+def test_the_bytes_of_steps_are_those_of_the_newest_records(number: int, key: str) -> None:
+    """With ZeRO++ a micro-batch brings 1 byte of weights and 0.5 of gradients a parameter, half of it into a host: an eighth
+    of what stock ZeRO-3 sends in bf16 over a ring of four ranks. Within a host it has half of stock's bytes."""
+    rows = table("| | M = 1 | M = 4 | M = 16 |", number)
+    assert [name for name, *_ in rows if name not in ARMS] == ["ZeRO++ by its formulas"]
+    for name, *cells in rows:
         for count, cell in zip((1, 4, 16), cells, strict=True):
             text, _, how = cell.replace(",", "").partition(" ")
-            found = [
-                record["arms"][ARMS[name]].get(key)
-                for record in RECORDS.values()
-                if name in ARMS and record["micro_batches"] == count and record["tokens"] == 8 and ARMS[name] in record["arms"]
-            ]
-            counted = [each for each in found if each is not None]
-            if how == "(measured)":
-                assert any(abs(each / 1e6 - int(text)) <= 1 for each in counted), (name, count)
-            else:
-                assert how == "(derived)"
+            found = newest(ARMS.get(name, "stock"), count, key)
+            assert found is not None and how == ("(measured)" if name in ARMS else "(derived)")
+            expected = found if name in ARMS else found / (2 if number else 8)
+            assert float(text) == pytest.approx(expected, abs=1, rel=0.005), (name, count)
+
+
+# ---- a cluster on paper
+
+FRONTIER = json.loads((ROOT / "benchmarks" / "plans" / "frontier_2026-11-28.json").read_text())["rows"]
+
+
+def planned(nodes: str, tokens: int, assumed: bool) -> dict[str, Any]:
+    """The record of the plan for so many nodes, with so many tokens a step for each."""
+    wanted = f"--tokens-per-step {int(nodes) * tokens} --machine frontier_node --num-ranks 8 --nodes {nodes} "
+    (found,) = [row for row in FRONTIER if wanted in row["options"] and assumed == ("--assume-levels" in row["options"])]
+    return found
+
+
+def with_levels(plan: dict[str, Any], copy_ranks: int) -> float:
+    """Seconds of the plan that was compared with the chosen one, and in which so many ranks share a copy."""
+    (found,) = [each for each in plan["others"] if f"levels.ranks_per_node {copy_ranks}," in each["differs"]]
+    return found["step_over_chosen"] * plan["step_s"]
+
+
+def test_the_cluster_on_paper_is_that_of_its_record() -> None:
+    rows = table("| nodes | GCDs |", section=ON_PAPER)
+    assert [row[0] for row in rows] == ["1", "2", "8", "48"]
+    alone = planned("1", 262_144, False)["flops_per_s"]
+    for nodes, ranks, step_s, levels_s, flops, over_one, moved, stock_s in rows:
+        plan = planned(nodes, 262_144, False)
+        assert int(ranks) == 8 * int(nodes) and is_shown(step_s, plan["step_s"]) and is_shown(stock_s, plan["stock"]["step_s"])
+        assert is_shown(flops, plan["flops_per_s"] / int(ranks) / 1e12)
+        assert is_shown(over_one, plan["flops_per_s"] / int(nodes) / alone)
+        assert is_shown(moved, plan["into_node_bytes"] / 1e9)
+        assert levels_s == "-" if nodes == "1" else is_shown(levels_s, with_levels(planned(nodes, 262_144, True), 8))
+    for nodes, step_s, by_two, by_eight in table("| nodes | chosen, one level, s |", section=ON_PAPER):
+        plan = planned(nodes, 16_384, True)
+        assert is_shown(step_s, plan["step_s"])
+        assert is_shown(by_two, with_levels(plan, 2)) and is_shown(by_eight, with_levels(plan, 8))

@@ -15,20 +15,21 @@ from places import ROOT, SUPPORT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from rig import launch  # noqa: E402
-from rig.hosts import INTERFACE, LOOPBACK, NAMES, TwoHosts, refusal, remove_stale  # noqa: E402
+from rig import launch, quota  # noqa: E402
+from rig.hosts import INTERFACE, LOOPBACK, NAMES, PREFIX, TwoHosts, refusal  # noqa: E402
 
 __all__ = [
     "INTERFACE",
     "LOOPBACK",
     "NAMES",
+    "PREFIX",
     "ForkedRanks",
     "ForkedRun",
     "Launch",
     "TwoHosts",
     "launch",
+    "quota",
     "refusal",
-    "remove_stale",
     "results",
     "wait_for",
 ]
