@@ -21,6 +21,7 @@ from ds_vertical.compat.accelerator import dist, init_distributed
 from ds_vertical.compat.ops import cache
 from ds_vertical.distributed.failure_watch import FailureWatch, chain, end_now, end_process
 from ds_vertical.errors import OtherRankError
+from ds_vertical.io import host
 from ds_vertical.io.runs import run_dir
 from ds_vertical.io.runs.this_host import host_id
 
@@ -225,13 +226,20 @@ def most_ranks_on_a_host() -> int:
 
 def ranks_on_these_cores() -> int:
     """Ranks of this host that may run on some core of this one's, itself among them."""
-    host, cores = host_id(), os.sched_getaffinity(0)
-    return sum(other == host and bool(theirs & cores) for other, theirs in all_gathered((host, cores)))
+    name, cores = host_id(), os.sched_getaffinity(0)
+    return sum(other == name and bool(theirs & cores) for other, theirs in all_gathered((name, cores)))
+
+
+def limit_heaps() -> None:
+    """Where several ranks compute on the CPU: as `io.host.use_one_heap`, ahead of the threads of their groups."""
+    if accelerator.device_name() == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        host.use_one_heap()
 
 
 def start_distributed() -> None:
     """Initialise the distributed back end if nobody has. On the CPU it has a compiled op, which comes from the user's cache: in
     DeepSpeed's own folder a process waits for ever for one that was killed while it compiled there."""
+    limit_heaps()
     if not dist.is_initialized():
         _refuse_bare_python()
         cache.activate()

@@ -234,6 +234,7 @@ def _prepare(config: DeepSpeedJson | str) -> DeepSpeedJson:
         if section.enabled and accelerator.is_one_memory():
             keep_cores_for_this_thread()  # ahead of the first collective
             map_blocks_from(MAPPED_AHEAD)
+            ranks.limit_heaps()
         if section.enabled:
             swap_handles.hold_parameters()
     if unclaimed_paths(raw):

@@ -19,6 +19,10 @@ to keep what the largest gradients free (those of embedding and head, as a rule)
 them. In between nothing is to go back: glibc gives all of the heap's free end back with the free that makes it as large as a
 threshold, so that must be more than all that a layer's backward frees.
 
+[Note: heaps of threads] glibc gives each further thread a heap of its own, up to eight for each core: pieces of 64 MiB, and an
+empty one goes back, whatever the thresholds say. Of several ranks on the CPU each group of ranks has such threads. A large
+collective then takes and zeroes fresh pages each time, and what one heap keeps no other thread can use.
+
 [Note: one team] torch computes on a team of OpenMP threads per calling thread. Where more of them exist in a process than
 there are cores, whether they work or not, the runtime lets them sleep between any two operations instead of waiting awake, and
 every operation of every team starts with waking them. A process group's worker with a team of its own, made by one collective,
@@ -57,11 +61,16 @@ _ONLY_ACCELERATE_LAUNCH: Final = "ACCELERATE_DYNAMO_USE_FULLGRAPH"  # others of 
 _UNLIMITED: Final = 1 << 60  # cgroup v1 writes about 2^63 where there is no limit
 _DONTNEED, _DONTFORK, _HUGEPAGE = 4, 10, 14  # madvise's
 HUGE_BYTES: Final = 2 << 20
-# M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h, with the most that it takes for each by itself, and their names in
-# a user's environment
+# M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h, with the most that it takes for each by itself, and M_ARENA_MAX
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_ARENA_MAX: Final = -8
 _THRESHOLDS: Final = {_TRIM_THRESHOLD: 64 << 20, _MMAP_THRESHOLD: 32 << 20}
-_TUNABLES: Final = {_TRIM_THRESHOLD: "trim_threshold", _MMAP_THRESHOLD: "mmap_threshold"}
+# Of each its name in a user's environment, as glibc's tunable and as the older variable
+_TUNABLES: Final = {
+    _TRIM_THRESHOLD: ("trim_threshold", "MALLOC_TRIM_THRESHOLD_"),
+    _MMAP_THRESHOLD: ("mmap_threshold", "MALLOC_MMAP_THRESHOLD_"),
+    _ARENA_MAX: ("arena_max", "MALLOC_ARENA_MAX"),
+}
 MAPPED_AHEAD: Final = 4 << 20  # while a model is built
 
 
@@ -127,7 +136,7 @@ def map_blocks_from(num_bytes: int) -> None:
     """Let the C library take each block that large from the system by itself, and give it back as it is freed, until
     `keep_freed_memory`: see [Note: freed memory]. Nothing changes with another C library than glibc, and where the user's
     environment names the size."""
-    _set_threshold(_MMAP_THRESHOLD, num_bytes)
+    _set_parameter(_MMAP_THRESHOLD, num_bytes)
 
 
 def keep_freed_memory(num_bytes: int, behind: int = 0) -> None:
@@ -136,16 +145,22 @@ def keep_freed_memory(num_bytes: int, behind: int = 0) -> None:
     gives it back all the same. Nothing changes with another C library than glibc, and of each of the two sizes that the user's
     environment names."""
     for parameter, asked in ((_TRIM_THRESHOLD, max(num_bytes, behind)), (_MMAP_THRESHOLD, num_bytes)):
-        _set_threshold(parameter, max(asked, _THRESHOLDS[parameter]))
+        _set_parameter(parameter, max(asked, _THRESHOLDS[parameter]))
 
 
-def _set_threshold(parameter: int, num_bytes: int) -> None:
-    """One of `_THRESHOLDS`, unless the user has set it: glibc has read his number when the process started."""
-    name = _TUNABLES[parameter]
-    by_user = f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}=" in os.environ.get("GLIBC_TUNABLES", "")
+def use_one_heap() -> None:
+    """Let threads that allocate for the first time from now on share the heap of those that there are: see [Note: heaps of
+    threads]. Nothing changes with another C library than glibc, and where the user's environment names a number of heaps."""
+    _set_parameter(_ARENA_MAX, 1)
+
+
+def _set_parameter(parameter: int, value: int) -> None:
+    """One of `_TUNABLES`, unless the user has set it: glibc has read his number when the process started."""
+    name, variable = _TUNABLES[parameter]
+    by_user = variable in os.environ or f"glibc.malloc.{name}=" in os.environ.get("GLIBC_TUNABLES", "")
     mallopt = getattr(_libc(), "mallopt", None)
     if mallopt is not None and not by_user:
-        mallopt(parameter, min(num_bytes, 2**31 - 1))  # C's int
+        mallopt(parameter, min(value, 2**31 - 1))  # C's int
 
 
 @functools.cache

@@ -639,6 +639,52 @@ def test_freed_memory_is_used_again_instead_of_mapped_anew() -> None:
     assert faults(1, 24) < pages // 20  # however little was asked for, not less than glibc keeps by itself
 
 
+HEAPS = """
+import ctypes, resource, threading
+from ds_vertical.distributed import ranks
+from ds_vertical.io import host
+
+ranks.limit_heaps()
+host.keep_freed_memory(128 << 20)
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+def take(turn, taken):
+    turn.wait()
+    block = libc.malloc(24 << 20)
+    ctypes.memset(block, 1, 24 << 20)
+    libc.free(block)
+    taken.set()
+    end.wait()
+
+end = threading.Event()
+threads = [(threading.Event(), threading.Event()) for _ in range(5)]
+for events in threads:
+    threading.Thread(target=take, args=events, daemon=True).start()
+for number, (turn, taken) in enumerate(threads):
+    if number == 1:  # whoever comes first takes the pages
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    turn.set()
+    taken.wait()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
+def test_threads_of_ranks_share_a_heap_whose_memory_is_kept() -> None:
+    """Of several ranks alone, and unless the user has named a number of heaps."""
+
+    def faults(**variables: str) -> int:
+        environment = {key: each for key, each in os.environ.items() if key != "MALLOC_ARENA_MAX"} | variables
+        command = [sys.executable, "-c", HEAPS]
+        return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=200).stdout)
+
+    pages = (24 << 20) // mmap.PAGESIZE
+    assert faults(WORLD_SIZE="2") < pages // 10
+    assert faults(WORLD_SIZE="1") >= 4 * pages
+    assert faults(WORLD_SIZE="2", MALLOC_ARENA_MAX="8") >= 4 * pages
+
+
 END = """
 import ctypes, resource, sys
 from ds_vertical.io import host
