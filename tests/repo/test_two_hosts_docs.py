@@ -78,8 +78,8 @@ def test_a_row_of_steps_has_the_numbers_of_its_record(row: list[str]) -> None:
     for found, text in ((first["step_s"] / second["step_s"], asked), (first[MOVED] / second[MOVED], asked_fewer)):
         assert text == "-" or found >= float(text)
     assert all(arm["inbound_over_formula"] == pytest.approx(1, abs=0.004) for arm in (first, second))
-    exact = {"flat_sync", "flat", "levels", "stock", "stock_hpz"}
-    assert (first["losses"] == second["losses"]) == ({*names} <= exact), "same losses, but for rounding"
+    alike = {*names} <= {"flat_sync", "flat", "levels"}  # the others round weights or gradients
+    assert (first["losses"] == second["losses"]) == alike
 
 
 def test_what_was_asked_for_is_asked_of_a_row() -> None:
@@ -145,7 +145,7 @@ def newest(arm: str, count: int, key: str) -> float | None:
     return max(found)[1] if found else None
 
 
-@pytest.mark.parametrize(("number", "key"), enumerate((MOVED, "within_bytes_per_step")), ids=["into a host", "within one"])
+@pytest.mark.parametrize(("number", "key"), [(0, MOVED), (1, "within_bytes_per_step")], ids=["into a host", "within one"])
 def test_the_bytes_of_steps_are_those_of_the_newest_records(number: int, key: str) -> None:
     """With ZeRO++ a micro-batch brings 1 byte of weights and 0.5 of gradients a parameter, half of it into a host: an eighth
     of what stock ZeRO-3 sends in bf16 over a ring of four ranks. Within a host it has half of stock's bytes."""
