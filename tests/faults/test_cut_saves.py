@@ -97,6 +97,11 @@ class Saves:
         for tag in tags:
             manifest.check_manifest(self.saved / tag, manifest.read_rank(self.saved / tag, 0))
 
+    def forget(self) -> None:
+        """What a cut has left where it should not: the next one is judged by itself."""
+        for path in self.saved.glob(".*"):
+            shutil.rmtree(path)
+
     def _drop(self) -> None:
         with contextlib.suppress(Exception):  # of one that is torn
             dispose(self._engine)
@@ -105,20 +110,21 @@ class Saves:
         self._drop()
 
 
-def saves(folder: Path, kind: str, tag: str, count: int | None) -> None:
+def saves(folder: Path, kind: str, tag: str, count: int | None, at: tuple[str, ...] = ()) -> None:
+    """Cut a save in `count` places, evenly spread, or in all; with `at` in those of these functions."""
     run = Saves(folder, kind, tag)
     wrong: list[str] = []
     try:
         with recorded() as found:
             run.save()
-        cuts = chosen(found, count)
+        cuts = [cut for cut in chosen(found, count) if not at or cut.site.function in at]
         for cut in cuts:
             run.start_over()
             try:
                 run.cut(cut)
             except Exception as error:
                 wrong.append(f"{cut}: {type(error).__name__}: {error}")
-                break
+                run.forget()
     finally:
         run.close()
     reached = sum(bool(cut.done) for cut in cuts)
@@ -131,6 +137,10 @@ def saves(folder: Path, kind: str, tag: str, count: int | None) -> None:
 @pytest.mark.parametrize("tag", ["new", "again"])
 def test_a_save_that_is_cut_leaves_whole_checkpoints_and_the_next_one_works(tmp_path: Path, tag: str) -> None:
     saves(tmp_path, "delayed", tag, 3)
+
+
+def test_a_folder_beside_the_tags_is_gone_wherever_its_deletion_is_cut(tmp_path: Path) -> None:
+    saves(tmp_path, "early", "new", None, ("remove_named",))
 
 
 @pytest.mark.slow

@@ -195,13 +195,25 @@ def remove_leftover(path: Path, tag: str, token: str) -> None:
                 logger.warning("%s: holds %s, which %s: left; move that away, then delete the rest", path, *other)
                 _remove_all_parts(homes - parts.homes_of(path, path.with_name(tag)))  # no link leads there any more
                 return
-            unmark(fd)
-            remove_tree.remove_named(fd, path.name, root)
+            _remove_empty(fd, path.name, root)
         _remove_all_parts(homes)
     except FileNotFoundError:
         return
     except OSError as error:
         logger.warning("%s: delete: %s; delete it by hand", path, error.strerror)
+
+
+def _remove_empty(fd: int, name: str, root: int) -> None:
+    """Delete a folder in which there is only its mark. Raises OSError."""
+    try:
+        unmark(fd)
+        remove_tree.remove_named(fd, name, root)
+    except OSError:
+        raise
+    except BaseException:  # a second Ctrl-C: without the mark nobody could tell later that the folder is ours
+        with contextlib.suppress(OSError):  # the mark is still there
+            os.rmdir(name, dir_fd=root)
+        raise
 
 
 def _is_there(path: str, folder: int) -> bool:
