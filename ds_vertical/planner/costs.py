@@ -181,6 +181,13 @@ class _Lanes:
         rate = self.machine.copy_host_bytes_per_s
         return num_bytes / rate if self.machine.one_memory and rate is not None else 0.0
 
+    def shared_memory_s(self, num_bytes: float, num_ranks: int) -> float:
+        """The same for what each of a host's ranks gathers out of memory that they share, or adds in it."""
+        each = self.machine.net_memory_core_s_per_byte
+        if each is None or not self.machine.one_memory:
+            return self.host_copy_s(num_bytes)
+        return num_ranks * num_bytes * each / self.machine.host_cores
+
 
 class _Moves:
     """Prices what moves between the tiers between its uses: what passes between two layers, and what forwards keep."""
@@ -291,7 +298,8 @@ class _Collectives:
         """Over the node, or over all ranks."""
         elements, each = self._gradients(event)
         hops, adds = self._links("gradients", self._network.reduce(elements, each)), adds_in_memory(self._network)
-        copied_s = self._lanes.host_copy_s((_SUM_COPIES + adds) * elements * each)
+        copied_s = self._lanes.host_copy_s(_SUM_COPIES * elements * each)
+        copied_s += self._in_memory_s(elements * each) if adds else 0.0
         return (Stage("compute", "compute", copied_s), *hops) if (hops or adds) and copied_s else hops
 
     def cross(self, event: Event) -> Job:
@@ -304,8 +312,12 @@ class _Collectives:
     def _joined(self, event: Event, hops: Sequence[Hop], in_memory: bool = False) -> Job:
         """The hops of a gather, and the copy of what has come into parameters, or of what others have put `in_memory`."""
         job = self._links("parameters", hops)
-        copied_s = self._lanes.host_copy_s(self._shape.elements(event.layer) * self._shape.param_bytes)
+        num_bytes = self._shape.elements(event.layer) * self._shape.param_bytes
+        copied_s = self._in_memory_s(num_bytes) if in_memory else self._lanes.host_copy_s(num_bytes)
         return (*job, Stage("compute", "parameters", copied_s)) if (job or in_memory) and copied_s else job
+
+    def _in_memory_s(self, num_bytes: float) -> float:
+        return self._lanes.shared_memory_s(num_bytes, self._network.ranks_per_node)
 
     def _gradients(self, event: Event) -> tuple[float, int]:
         return self._shape.stepped(event.layer) * self._shape.num_shards, self._shape.gradient_bytes

@@ -17,7 +17,12 @@ from ds_vertical.types import Tier, TierBytes, check_number, refuse
 _MOST_LOAD: Final = 0.9  # of the host cores, which transfers can take: a computation beside them goes on
 _EVEN: Final = 0.5  # of the host cores, which a computation and collectives have where each wants more: the kernel's division
 # What collectives take of the cores
-NET_CORES: Final = ("net_core_s_per_byte", "net_one_level_core_s_per_byte", "net_round_core_s_per_element")
+NET_CORES: Final = (
+    "net_core_s_per_byte",
+    "net_one_level_core_s_per_byte",
+    "net_round_core_s_per_element",
+    "net_memory_core_s_per_byte",
+)
 LAUNCHES: Final = ("launch_s", "schedule_forward_s", "schedule_backward_s")  # of the thread that launches, beside a device
 SHIPPED: Final = Path(__file__).resolve().parent / "machines"
 _PAIR_RANKS: Final = "pair_ranks"  # of links, the one that is a whole number
@@ -37,16 +42,17 @@ class Machine:
     (null: as `adam_cores` of them; counted where `one_memory`). `norm_elements_per_s`: the norm that stock takes of each
     summed gradient (null: no time). `ssd_core_s_per_byte`: seconds of a host core that a byte read or written takes from
     what computes there (null: none; counted where `one_memory`). `net_local_bytes_per_s`: what comes into a rank from the
-    others of its node while all receive; `net_cross_bytes_per_s`: into a node from the others (null: links take no time; see
-    `network`). `net_pair_bytes_per_s`: as the first, of `net_pair_ranks` neighbours that have a faster link of their own.
-    `net_core_s_per_byte`: as `ssd_core_s_per_byte`, for a byte that a rank receives over levels;
-    `net_one_level_core_s_per_byte`: over all ranks at once (null: the same), where gloo adds what it receives piece by piece,
-    while over levels it is added once all of it has come. `net_round_core_s_per_element`: seconds of a host core for a number
-    that is rounded to fewer bits, or read from them, for a collective (null: none; counted where `one_memory`). Latencies are
-    seconds per event. `launch_s`: seconds of the host's thread to issue a block's forward to a device beside it, which computes
-    meanwhile; a backward takes two of them, its recompute one. `schedule_forward_s`, `schedule_backward_s`: what the schedule's
-    own code takes on that thread beside them, for a block's forward and backward of a micro-batch; the defaults are what
-    `benchmarks/launch.py` has found on one core.
+    others of its node while all receive; `net_cross_bytes_per_s`: into a node from the others (null: links take no time;
+    see `network`). `net_pair_bytes_per_s`: as the first, of `net_pair_ranks` neighbours that have a faster link of their
+    own. `net_core_s_per_byte`: as `ssd_core_s_per_byte`, for a byte that a rank receives over levels;
+    `net_one_level_core_s_per_byte`: over all ranks at once (null: the same), where gloo adds what it receives piece by
+    piece, while over levels it is added once all of it has come. `net_round_core_s_per_element`: seconds of a host core for
+    a number that is rounded to fewer bits, or read from them, for a collective (null: none; counted where `one_memory`).
+    `net_memory_core_s_per_byte`: the same for a byte that a rank gathers out of memory that its host's ranks share, or adds
+    in it (null: as a copy within host memory). Latencies are seconds per event. `launch_s`: seconds of the host's thread to
+    issue a block's forward to a device beside it, which computes meanwhile; a backward takes two of them, its recompute
+    one. `schedule_forward_s`, `schedule_backward_s`: what the schedule's own code takes on that thread beside them, for a
+    block's forward and backward of a micro-batch; the defaults are what `benchmarks/launch.py` has found on one core.
     `from_dict` reads the JSON of `ds-vertical limits`.
     """
 
@@ -73,6 +79,7 @@ class Machine:
     net_core_s_per_byte: float | None = None
     net_one_level_core_s_per_byte: float | None = None
     net_round_core_s_per_element: float | None = None
+    net_memory_core_s_per_byte: float | None = None
     net_pair_latency_s: float = 0.0
     net_local_latency_s: float = 0.0
     net_cross_latency_s: float = 0.0

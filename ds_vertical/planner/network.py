@@ -25,9 +25,9 @@ each, c bytes come from each of the k - 1 others. So what the levels gain in byt
 - g < n: a node's own ranks are in the third hop, too.
 
 [Note: memory of a node] On the CPU the ranks of a node have their parts of copies in memory that they share (`in_memory`;
-`distributed.host_memory`). Then what is gathered of a copy that is kept moves over no link. Each rank copies it, which counts
-as the copy of what has come into parameters. What w ranks add first they add out of such memory, too, if it is not rounded
-(`sums_in_memory`): that counts as one more copy of the gradients.
+`distributed.host_memory`). Then what is gathered of a copy that is kept moves over no link. Each rank copies it, in place of
+the copy of what has come into parameters. What w ranks add first they add out of such memory, too, if it is not rounded
+(`sums_in_memory`). Both take the cores what `limits --links` has measured there, or what a copy takes.
 
 [Note: pairs] Where `pair_ranks` neighbours of a node have a faster link of their own (the two GCDs of a card on Frontier), a
 hop among them alone is on it, "net_pair". A hop of more ranks counts as on the node's links, also what it moves within pairs.

@@ -309,6 +309,20 @@ def test_a_step_is_as_long_as_its_link_is_busy() -> None:
     assert step_s(FLAT, unlimited) < 0.05 * step_s(FLAT)
 
 
+def test_memory_that_ranks_share_has_a_price_of_its_own() -> None:
+    """By hand: 2 ranks of a node have each 2000 bytes of a unit to gather, and 4000 to add, at 3 us a byte on 2 cores."""
+    machine = replace(MACHINE, copy_host_bytes_per_s=1e6, net_memory_core_s_per_byte=3e-6)
+    for network, seconds in (
+        (replace(LEVELS, in_memory=True, sums_in_memory=True), {Op.FETCH: 6e-3, Op.REDUCE: 4e-3 + 12e-3, Op.SPREAD: 6e-3}),
+        (LEVELS, {Op.FETCH: 2e-3, Op.REDUCE: 4e-3, Op.SPREAD: 2e-3}),
+    ):
+        events = training(network).events
+        costs = dict(zip(events, event_costs(events, machine, replace(SHAPE, network=network)), strict=True))
+        for op, expected in seconds.items():
+            computed = [stage.seconds for stage in costs[Event(op, 0)][0] if stage.lane == "compute"]
+            assert sum(computed) == pytest.approx(expected), op
+
+
 def test_cores_are_divided_between_a_computation_and_collectives() -> None:
     assert MACHINE.divided(0.0, 0.5, computes=True) == pytest.approx((0.75, 1.0))  # of 2 cores they need a quarter, and have it
     assert MACHINE.divided(0.0, 1.5, computes=True) == pytest.approx((0.5, 2 / 3))  # they need three quarters, and have two

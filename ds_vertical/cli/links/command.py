@@ -126,6 +126,9 @@ def _lines(report: JsonObject, out: Path | None) -> list[str]:
         each = links["one_level_core_s_per_byte"] * 1e9
         shown.append(f"{'of a core, from all ranks at once':36}{each:10.3f} s/GB")
         shown.append(f"{'of a core, for what a rank rounds':36}{links['round_core_s_per_element'] * 1e9:10.3f} s/G elements")
+    if "memory_core_s_per_byte" in links:
+        each = links["memory_core_s_per_byte"] * 1e9
+        shown.append(f"{'of a core, in memory of its host':36}{each:10.3f} s/GB")
     if "kept" in report:
         shown.append(f"kept, for the bound of runs on them, on {hosts[0]}: {report['kept']}")
     return shown + ([f"written: {out}"] if out else [])

@@ -6,8 +6,9 @@ sends to the neighbour with which it is a pair, such as the two GCDs of one card
 are, and half are exchanged and added, as gradients are. A pair has a link of its own where a rank receives at least 1.3 times
 what it receives from all of its host: else it is the host's link once more, and must not count beside that one.
 
-What all ranks at once gather and sum, as without levels, is measured for what it takes of the cores. A rate is of the slowest
-rank, since ranks wait for each other in every layer.
+What all ranks at once gather and sum, as without levels, is measured for what it takes of the cores, and so is what the ranks
+of a host gather and add in memory that they share. A rate is of the slowest rank, since ranks wait for each other in every
+layer.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Final
 
 import torch
 
+from ds_vertical.cli.links import hop_timer
+from ds_vertical.cli.links.hop_timer import Hop
 from ds_vertical.cli.links.worker_lines import REFUSED, RESULT
-from ds_vertical.compat.accelerator import device_name, synchronize
+from ds_vertical.compat.accelerator import device_name
 from ds_vertical.distributed import ranks
+from ds_vertical.distributed.host_memory import padded, shared_by
 from ds_vertical.distributed.levels import LevelCollectives
 from ds_vertical.distributed.quantize import Quantizer
 from ds_vertical.distributed.topology import Level, Topology, topology_of
@@ -40,8 +45,6 @@ _ROUNDED: Final = 1 << 22  # numbers at a time
 _PAIR: Final = 2  # ranks
 _PAIR_GAIN: Final = 1.3  # of a pair's rate over its host's, from which on the pair has a link of its own
 
-_Hop = tuple[Callable[[torch.Tensor], Any], int]  # what starts it, and how many chunks it is given
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures; rank 0 prints the rates as one line of JSON. Returns 2 for hosts that cannot be used."""
@@ -52,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-keep", action="store_true")
     options = parser.parse_args(argv)
     ranks.start_distributed()
-    keep_freed_memory(_KEPT * options.size_mb << 20)  # as training does: fresh pages would take the cores' time, too
+    keep_freed_memory(_KEPT * options.size_mb << 20)  # as training does
+    torch.set_num_threads(1)  # as threads beside the one that trains have it
     hosts = ranks.all_gathered(host_id())
     try:
         topology = topology_of(hosts)
@@ -87,34 +91,33 @@ def _kept(links: dict[str, float], hosts: Sequence[str], ranks_per_host: int) ->
 
 def _links(topology: Topology, num_bytes: int, rounds: int) -> dict[str, float]:
     """Rates and latencies of the links that there are: none within a host with one rank, none between hosts on one host. Of
-    ranks that compute on the host's cores also the seconds of a core for each byte that a rank receives, and for each number
-    that it rounds to fewer bits or reads from them."""
+    ranks that compute on the host's cores also the seconds of a core for each byte that a rank receives, or has in memory that
+    its host's ranks share, and for each number that it rounds to fewer bits or reads from them."""
     collectives, links = LevelCollectives(topology), dict[str, float]()
     core_s = received = 0.0
-    size = _size(topology, num_bytes)
+    size, computes = _size(topology, num_bytes), device_name() == "cpu"
     for name, level, receivers in (("local", Level.PAIR, 1), ("cross", Level.WORLD, topology.pair)):
-        found, moved, cores_s = _link(collectives, level, size, rounds)
-        links |= {f"{name}_bytes_per_s": receivers * found[0], f"{name}_latency_s": found[1]} if moved else {}
-        core_s, received = core_s + cores_s, received + moved
-    collectives.close()
-    if received and device_name() == "cpu":
+        if topology.width(level) == 1:
+            continue
+        rate, latency, moved = _link(collectives, level, size, rounds)
+        links |= {f"{name}_bytes_per_s": receivers * rate, f"{name}_latency_s": latency}
+        received += moved
+        core_s += hop_timer.core_seconds(_hops(collectives, level, size), rounds) if computes else 0.0
+    if received and computes:
         links |= {"core_s_per_byte": core_s / received, "one_level_core_s_per_byte": _one_level_core_s(size, rounds)}
-        links |= {"round_core_s_per_element": _round_core_s(rounds)}
+        links |= {"round_core_s_per_element": _round_core_s(rounds), **_memory_core_s(collectives, size, rounds)}
+    collectives.close()
     return links
 
 
-def _link(collectives: LevelCollectives, level: Level, size: int, rounds: int) -> tuple[tuple[float, float], int, float]:
-    """Of the hops of a level: bytes a second into a rank, and the seconds of the smallest; bytes that came into a rank, and
-    seconds of cores for these. No bytes where a hop has one rank."""
+def _link(collectives: LevelCollectives, level: Level, size: int, rounds: int) -> tuple[float, float, int]:
+    """Of the hops of a level: bytes a second into a rank, the seconds of the smallest, and the bytes that come into a rank."""
     topology = collectives.topology
-    others = topology.width(level) - 1
-    if not others:
-        return (0.0, 0.0), 0, 0.0
-    hops = _hops(collectives, level)
-    tiny_s, _ = _seconds(hops, 1, _TINY_ROUNDS)
-    whole_s, cores_s = _seconds(hops, size, rounds)
-    moved = len(hops) * others * topology.num_chunks(level) * size * _FP32_BYTES
-    return (moved / max(whole_s - tiny_s, 1e-9), tiny_s / len(hops)), moved, cores_s
+    hops, tiny = (_hops(collectives, level, each) for each in (size, 1))
+    hop_timer.warm(hops)
+    tiny_s, whole_s = hop_timer.seconds(tiny, _TINY_ROUNDS), hop_timer.seconds(hops, rounds)
+    moved = len(hops) * (topology.width(level) - 1) * topology.num_chunks(level) * size * _FP32_BYTES
+    return moved / max(whole_s - tiny_s, 1e-9), tiny_s / len(hops), moved
 
 
 def _size(topology: Topology, num_bytes: int) -> int:
@@ -128,7 +131,7 @@ def _pair_link(topology: Topology, num_bytes: int, rounds: int) -> dict[str, flo
     if topology.pair <= _PAIR or topology.pair % _PAIR:
         return {}
     collectives = LevelCollectives(Topology(world=topology.world, node=_PAIR, pair=_PAIR))
-    (rate, latency), _, _ = _link(collectives, Level.PAIR, _size(topology, num_bytes), rounds)
+    rate, latency, _ = _link(collectives, Level.PAIR, _size(topology, num_bytes), rounds)
     collectives.close()
     return {"pair_ranks": _PAIR, "pair_bytes_per_s": rate, "pair_latency_s": latency}
 
@@ -148,34 +151,41 @@ def _one_level_core_s(size: int, rounds: int) -> float:
     def summed(rows: torch.Tensor) -> torch.distributed.Work | None:
         return torch.distributed.reduce_scatter_tensor(share, rows.view(-1), group=group, async_op=True)
 
-    _, core_s = _seconds(((collectives.gather, 1), (summed, world)), size, rounds)
+    hops = Hop(collectives.gather, _chunks(1, size)), Hop(summed, _chunks(world, size))
+    hop_timer.warm(hops)
+    core_s = hop_timer.core_seconds(hops, rounds)
     collectives.close()
     return core_s / (3 * (world - 1) * size * _FP32_BYTES)
 
 
-def _hops(collectives: LevelCollectives, level: Level) -> tuple[_Hop, ...]:
-    """A gather and a sum over a level alone. Each brings a rank its chunks from each of the others."""
+def _hops(collectives: LevelCollectives, level: Level, size: int) -> tuple[Hop, ...]:
+    """A gather and a sum over a level alone, of chunks of `size` numbers. Each brings a rank its chunks from each of the
+    others."""
     world, copied = collectives.topology.world, collectives.topology.num_chunks(Level.PAIR)
     if level is Level.PAIR:
-        return (collectives.gather, copied), (collectives.reduce, world)
-    return (collectives.spread, 1), (collectives.cross, copied)
+        return Hop(collectives.gather, _chunks(copied, size)), Hop(collectives.reduce, _chunks(world, size))
+    return Hop(collectives.spread, _chunks(1, size)), Hop(collectives.cross, _chunks(copied, size))
 
 
-def _seconds(hops: Sequence[_Hop], size: int, rounds: int) -> tuple[float, float]:
-    """Seconds of the hops one after the other, with chunks of `size` numbers: those of the slowest rank in the fastest round,
-    and those of cores in the mean of ranks and rounds."""
-    given = [torch.ones(chunks, size, device=device_name()) for _, chunks in hops]
-    taken = []
-    for _ in range(1 + rounds):  # the first one connects the ranks
-        ranks.is_true_on_all_ranks(True)
-        begin, cores = time.perf_counter(), time.process_time()
-        for (start, _), rows in zip(hops, given, strict=True):
-            start(rows).wait()
-        synchronize()
-        taken.append((time.perf_counter() - begin, time.process_time() - cores))
-    each = ranks.all_gathered(taken[1:])
-    of_rounds = [max(seconds for seconds, _ in same) for same in zip(*each, strict=True)]
-    return min(of_rounds), statistics.mean(cores for taken in each for _, cores in taken)
+def _chunks(count: int, size: int) -> torch.Tensor:
+    return torch.ones(count, size, device=device_name())
+
+
+def _memory_core_s(collectives: LevelCollectives, size: int, rounds: int) -> dict[str, float]:
+    """Seconds of a core for each byte of a unit that each rank of a host gathers out of memory that they share, and adds in it,
+    in the mean of both; nothing where they share none."""
+    topology = collectives.topology
+    counts = topology.num_chunks(Level.PAIR), topology.world
+    room = sum(padded(count * size * _FP32_BYTES) for count in counts)
+    memory = shared_by(topology.hops(Level.PAIR), room, "what limits measures") if topology.pair > 1 else None
+    parts = [] if memory is None else [memory.take((count, size), torch.float32) for count in counts]
+    copied, rows = parts or (None, None)
+    if copied is None or rows is None:
+        return {}
+    gather = partial(collectives.gather, memory=memory, join=lambda chunks: [torch.stack(chunks)])
+    hops = Hop(gather, copied.fill_(1.0)), Hop(partial(collectives.reduce, memory=memory), rows.fill_(1.0))
+    hop_timer.warm(hops)
+    return {"memory_core_s_per_byte": hop_timer.core_seconds(hops, rounds) / (2 * rows.nbytes)}
 
 
 def _round_core_s(rounds: int) -> float:

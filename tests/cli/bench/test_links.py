@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import datetime
 import json
+import mmap
 import platform
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from harness import start_process_group
 from own_cache import own_cache
 from two_hosts import TwoHosts, launch
 
+from ds_vertical.cli.links import hop_timer
 from ds_vertical.cli.links.worker import has_own_link
 from ds_vertical.cli.main import main
 from ds_vertical.engine.machine_cache import kept_links, links_path
@@ -29,14 +37,16 @@ def test_ranks_of_one_host_have_links_of_their_own(
     report = json.loads(out.read_text())
     links = report["links"]
     assert (len(report["hosts"]), report["ranks_per_host"], report["device"]) == (1, 4, "cpu")
-    cores = {"core_s_per_byte", "one_level_core_s_per_byte", "round_core_s_per_element"}
+    of_bytes = {"core_s_per_byte", "one_level_core_s_per_byte", "memory_core_s_per_byte"}
+    cores = {"round_core_s_per_element", *of_bytes}
     pair = report["pair"]
     assert set(pair) == {"pair_ranks", "pair_bytes_per_s", "pair_latency_s"} and pair["pair_ranks"] == 2
     own = pair["pair_bytes_per_s"] >= 1.3 * links["local_bytes_per_s"]
     assert set(links) == {"local_bytes_per_s", "local_latency_s", *cores, *(pair if own else ())}  # there is no other host
     for link in ("pair", "local"):
         assert 1e7 < (links | pair)[f"{link}_bytes_per_s"] < 1e11 and 0 < (links | pair)[f"{link}_latency_s"] < 1
-    assert 1e-11 < links["core_s_per_byte"] < 1e-7 and 1e-11 < links["one_level_core_s_per_byte"] < 1e-7
+    assert all(1e-11 < links[name] < 1e-7 for name in of_bytes)
+    assert links["memory_core_s_per_byte"] < links["core_s_per_byte"], "sockets cost more than memory"
     assert 1e-11 < links["round_core_s_per_element"] < 1e-6
     shown = capfd.readouterr().out
     assert all(f"into a rank, from its {others}" in shown for others in ("pair's other", "host's others"))
@@ -58,6 +68,37 @@ def test_a_pair_has_a_link_of_its_own_where_it_is_clearly_faster_than_its_host()
     links = {"local_bytes_per_s": 1e9}
     own = [has_own_link({"pair_bytes_per_s": rate}, links) for rate in (0.9e9, 1.2e9, 1.31e9, 4e9)]
     assert own == [False, False, True, True] and not has_own_link({}, {})
+
+
+def hop_of(work: Callable[[], object], thread: ThreadPoolExecutor) -> tuple[hop_timer.Hop]:
+    return (hop_timer.Hop(lambda _: SimpleNamespace(wait=thread.submit(work).result), torch.ones(1)),)
+
+
+def test_what_a_hop_takes_of_the_cores_is_counted_without_the_computation_beside_it() -> None:
+    start_process_group()
+
+    def work() -> None:
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            hash("x")
+
+    begin = time.process_time()
+    with ThreadPoolExecutor(1) as thread:
+        found = hop_timer.core_seconds(hop_of(work, thread), 3)
+    assert 0.05 <= found < 0.08
+    assert time.process_time() - begin > 4 * 0.05, "nothing was computed meanwhile"
+
+
+def test_rounds_count_once_one_takes_no_fresh_pages() -> None:
+    start_process_group()
+    held, left = list[bytearray](), [0, 4096, 4096, 0, 4096]
+
+    def work() -> None:
+        held.append(bytearray(b"1" * (left.pop(0) * mmap.PAGESIZE)))
+
+    with ThreadPoolExecutor(1) as thread:
+        hop_timer.warm(hop_of(work, thread))
+    assert len(held) == 4  # the first one connects the ranks, whatever it takes
 
 
 @pytest.mark.slow

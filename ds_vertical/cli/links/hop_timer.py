@@ -1,0 +1,88 @@
+"""Seconds of collectives, and what these take of the host's cores, with all ranks at it together.
+
+[Note: kept pages] Training keeps the memory that it frees from step to step. A process that has just begun has none to keep
+yet, and its collectives take fresh pages, which the kernel zeroes on the same cores: on a virtual machine behind long runs that
+was up to twice what the collectives take themselves. So rounds come first that do not count, until one takes few fresh pages on
+every rank.
+
+[Note: beside a computation] Where ranks compute on the cores, a collective takes more of these beside the computation than by
+itself, since both share the caches and the way to memory. So while core seconds are counted, one thread of each rank adds
+numbers, more than caches hold, and its own time does not count.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ds_vertical.compat.accelerator import synchronize
+from ds_vertical.distributed import ranks
+
+_MOST_UNCOUNTED: Final = 12  # rounds
+_FEW_PAGES: Final = 256  # of 4 KiB
+_BESIDE: Final = 1 << 22  # numbers
+
+
+class Hop(NamedTuple):
+    """A collective that `start` begins with these rows; what it returns has a `wait`. The rows stay as they are."""
+
+    start: Callable[[torch.Tensor], Any]
+    rows: torch.Tensor
+
+
+def warm(hops: Sequence[Hop]) -> None:
+    """Connect the ranks, and come to memory that stays: see [Note: kept pages]. Collective."""
+    for number in range(_MOST_UNCOUNTED):
+        before = _fresh_pages()
+        _run(hops)
+        if ranks.is_true_on_all_ranks(number > 0 and _fresh_pages() - before < _FEW_PAGES):
+            return
+
+
+def seconds(hops: Sequence[Hop], rounds: int) -> float:
+    """Of the hops one after the other: of the slowest rank in the fastest round. Collective."""
+    taken = []
+    for _ in range(rounds):
+        ranks.is_true_on_all_ranks(True)
+        begin = time.perf_counter()
+        _run(hops)
+        taken.append(time.perf_counter() - begin)
+    return min(max(same) for same in zip(*ranks.all_gathered(taken), strict=True))
+
+
+def core_seconds(hops: Sequence[Hop], rounds: int) -> float:
+    """Of a core for the hops, in the mean of ranks, and of each the median of its rounds: see [Note: beside a computation].
+    Collective, on the CPU alone."""
+    taken, numbers = [], torch.ones(2, _BESIDE)
+    with ThreadPoolExecutor(1) as waiting:
+        for _ in range(rounds):
+            ranks.is_true_on_all_ranks(True)
+            begin = _core_seconds_of_others()
+            for start, rows in hops:
+                over = waiting.submit(start(rows).wait)
+                while not over.done():
+                    numbers[0] += numbers[1]
+                over.result()
+            taken.append(_core_seconds_of_others() - begin)
+    return statistics.mean(statistics.median(each) for each in ranks.all_gathered(taken))
+
+
+def _run(hops: Sequence[Hop]) -> None:
+    for start, rows in hops:
+        start(rows).wait()
+    synchronize()
+
+
+def _fresh_pages() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _core_seconds_of_others() -> float:
+    """Of all threads of this process but this one."""
+    return time.process_time() - time.thread_time()
