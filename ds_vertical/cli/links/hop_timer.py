@@ -3,7 +3,8 @@
 [Note: kept pages] Training keeps the memory that it frees from step to step. A process that has just begun has none to keep
 yet, and its collectives take fresh pages, which the kernel zeroes on the same cores: on a virtual machine behind long runs that
 was up to twice what the collectives take themselves. So rounds come first that do not count, until one takes few fresh pages on
-every rank.
+every rank. Their chunks are a little larger than those that count, since a block fits only into a larger freed one
+(`io.host`, [Note: freed memory]).
 
 [Note: beside a computation] Where ranks compute on the cores, a collective takes more of these beside the computation than by
 itself, since both share the caches and the way to memory. So while core seconds are counted, one thread of each rank adds
@@ -26,6 +27,7 @@ from ds_vertical.distributed import ranks
 
 _MOST_UNCOUNTED: Final = 12  # rounds
 _FEW_PAGES: Final = 256  # of 4 KiB
+LARGER: Final = 1 << 14  # numbers of a chunk, ahead of those that count
 _BESIDE: Final = 1 << 22  # numbers
 
 
@@ -36,13 +38,16 @@ class Hop(NamedTuple):
     rows: torch.Tensor
 
 
-def warm(hops: Sequence[Hop]) -> None:
-    """Connect the ranks, and come to memory that stays: see [Note: kept pages]. Collective."""
+def warm(hops_of: Callable[[int], Sequence[Hop]], size: int) -> Sequence[Hop]:
+    """Connect the ranks, and come to memory that stays: see [Note: kept pages]. Collective. `hops_of`: makes the hops for
+    chunks of so many numbers; returns those of `size`."""
+    hops = hops_of(size + LARGER)
     for number in range(_MOST_UNCOUNTED):
         before = _fresh_pages()
         _run(hops)
         if ranks.is_true_on_all_ranks(number > 0 and _fresh_pages() - before < _FEW_PAGES):
-            return
+            break
+    return hops_of(size)
 
 
 def seconds(hops: Sequence[Hop], rounds: int) -> float:

@@ -112,10 +112,9 @@ def _links(topology: Topology, num_bytes: int, rounds: int) -> dict[str, float]:
 
 def _link(collectives: LevelCollectives, level: Level, size: int, rounds: int) -> tuple[float, float, int]:
     """Of the hops of a level: bytes a second into a rank, the seconds of the smallest, and the bytes that come into a rank."""
-    topology = collectives.topology
-    hops, tiny = (_hops(collectives, level, each) for each in (size, 1))
-    hop_timer.warm(hops)
-    tiny_s, whole_s = hop_timer.seconds(tiny, _TINY_ROUNDS), hop_timer.seconds(hops, rounds)
+    topology, hops_of = collectives.topology, partial(_hops, collectives, level)
+    hops = hop_timer.warm(hops_of, size)
+    tiny_s, whole_s = hop_timer.seconds(hops_of(1), _TINY_ROUNDS), hop_timer.seconds(hops, rounds)
     moved = len(hops) * (topology.width(level) - 1) * topology.num_chunks(level) * size * _FP32_BYTES
     return moved / max(whole_s - tiny_s, 1e-9), tiny_s / len(hops), moved
 
@@ -146,14 +145,17 @@ def _one_level_core_s(size: int, rounds: int) -> float:
     reduce-scatter is an all-reduce: twice the bytes of a gather."""
     world = ranks.world_size()
     collectives = LevelCollectives(Topology(world=world, node=world, pair=world))
-    group, share = ranks.own_subgroup("limits", [tuple(range(world))]), torch.empty(size)
+    group = ranks.own_subgroup("limits", [tuple(range(world))])
 
-    def summed(rows: torch.Tensor) -> torch.distributed.Work | None:
-        return torch.distributed.reduce_scatter_tensor(share, rows.view(-1), group=group, async_op=True)
+    def hops(size: int) -> tuple[Hop, ...]:
+        share = torch.empty(size)
 
-    hops = Hop(collectives.gather, _chunks(1, size)), Hop(summed, _chunks(world, size))
-    hop_timer.warm(hops)
-    core_s = hop_timer.core_seconds(hops, rounds)
+        def summed(rows: torch.Tensor) -> torch.distributed.Work | None:
+            return torch.distributed.reduce_scatter_tensor(share, rows.view(-1), group=group, async_op=True)
+
+        return Hop(collectives.gather, _chunks(1, size)), Hop(summed, _chunks(world, size))
+
+    core_s = hop_timer.core_seconds(hop_timer.warm(hops, size), rounds)
     collectives.close()
     return core_s / (3 * (world - 1) * size * _FP32_BYTES)
 
@@ -176,16 +178,22 @@ def _memory_core_s(collectives: LevelCollectives, size: int, rounds: int) -> dic
     in the mean of both; nothing where they share none."""
     topology = collectives.topology
     counts = topology.num_chunks(Level.PAIR), topology.world
-    room = sum(padded(count * size * _FP32_BYTES) for count in counts)
+    lengths = [count * (size + hop_timer.LARGER) for count in counts]
+    room = sum(padded(length * _FP32_BYTES) for length in lengths)
     memory = shared_by(topology.hops(Level.PAIR), room, "what limits measures") if topology.pair > 1 else None
-    parts = [] if memory is None else [memory.take((count, size), torch.float32) for count in counts]
+    parts = [] if memory is None else [memory.take((length,), torch.float32) for length in lengths]
     copied, rows = parts or (None, None)
     if copied is None or rows is None:
         return {}
     gather = partial(collectives.gather, memory=memory, join=lambda chunks: [torch.stack(chunks)])
-    hops = Hop(gather, copied.fill_(1.0)), Hop(partial(collectives.reduce, memory=memory), rows.fill_(1.0))
-    hop_timer.warm(hops)
-    return {"memory_core_s_per_byte": hop_timer.core_seconds(hops, rounds) / (2 * rows.nbytes)}
+    collectives_of = (gather, copied.fill_(1.0)), (partial(collectives.reduce, memory=memory), rows.fill_(1.0))
+
+    def hops(size: int) -> tuple[Hop, ...]:
+        pairs = zip(counts, collectives_of, strict=True)
+        return tuple(Hop(start, part[: count * size].view(count, size)) for count, (start, part) in pairs)
+
+    core_s = hop_timer.core_seconds(hop_timer.warm(hops, size), rounds)
+    return {"memory_core_s_per_byte": core_s / (2 * topology.world * size * _FP32_BYTES)}
 
 
 def _round_core_s(rounds: int) -> float:

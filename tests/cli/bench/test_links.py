@@ -91,13 +91,19 @@ def test_what_a_hop_takes_of_the_cores_is_counted_without_the_computation_beside
 
 def test_rounds_count_once_one_takes_no_fresh_pages() -> None:
     start_process_group()
-    held, left = list[bytearray](), [0, 4096, 4096, 0, 4096]
+    held, sizes, left = list[bytearray](), list[int](), [0, 4096, 4096, 0, 4096]
 
     def work() -> None:
         held.append(bytearray(b"1" * (left.pop(0) * mmap.PAGESIZE)))
 
     with ThreadPoolExecutor(1) as thread:
-        hop_timer.warm(hop_of(work, thread))
+
+        def hops(size: int) -> tuple[hop_timer.Hop]:
+            sizes.append(size)
+            return hop_of(work, thread)
+
+        hop_timer.warm(hops, 8)
+    assert sizes == [8 + hop_timer.LARGER, 8]
     assert len(held) == 4  # the first one connects the ranks, whatever it takes
 
 
