@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cut_kinds import STEPS, make
-from cutting import Cut, are_reached, chosen, recorded
+from cutting import Cut, Site, are_reached, chosen, recorded
 from harness import contents, differing, dispose
 
 from ds_vertical.engine.checkpoint import manifest
@@ -110,14 +111,14 @@ class Saves:
         self._drop()
 
 
-def saves(folder: Path, kind: str, tag: str, count: int | None, at: tuple[str, ...] = ()) -> None:
-    """Cut a save in `count` places, evenly spread, or in all; with `at` in those of these functions."""
+def saves(folder: Path, kind: str, tag: str, count: int | None, at: Callable[[Site], bool] = bool) -> None:
+    """Cut a save in `count` places, evenly spread, or in all; in those that `at` takes."""
     run = Saves(folder, kind, tag)
     wrong: list[str] = []
     try:
         with recorded() as found:
             run.save()
-        cuts = [cut for cut in chosen(found, count) if not at or cut.site.function in at]
+        cuts = [cut for cut in chosen(found, count) if at(cut.site)]
         for cut in cuts:
             run.start_over()
             try:
@@ -139,8 +140,11 @@ def test_a_save_that_is_cut_leaves_whole_checkpoints_and_the_next_one_works(tmp_
     saves(tmp_path, "delayed", tag, 3)
 
 
-def test_a_folder_beside_the_tags_is_gone_wherever_its_deletion_is_cut(tmp_path: Path) -> None:
-    saves(tmp_path, "early", "new", None, ("remove_named",))
+@pytest.mark.parametrize(
+    ("function", "callee"), [("remove_named", ""), ("_write_mark", "fchmod")], ids=["its deletion is", "its mark is"]
+)
+def test_a_folder_beside_the_tags_is_gone_where_this_is_cut(tmp_path: Path, function: str, callee: str) -> None:
+    saves(tmp_path, "early", "new", None, lambda site: site.function == function and callee in site.callee)
 
 
 @pytest.mark.slow

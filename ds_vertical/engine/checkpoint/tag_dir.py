@@ -157,9 +157,10 @@ class TagFolder:
             _lock(fd)
             leftovers.mark(fd, self.run, self.path.name, self._token)
         except BaseException:
-            os.close(fd)
             with contextlib.suppress(OSError):
+                leftovers.unmark(fd)  # it may be there, and say nothing yet
                 folder.rmdir()
+            os.close(fd)
             raise
         return fd
 
