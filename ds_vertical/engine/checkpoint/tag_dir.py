@@ -259,7 +259,8 @@ def found_saves(save_dir: Path, tag: str) -> list[Found]:
 
 def check_placed(folder: Path, names: Iterable[str]) -> None:
     """Raise CheckpointError where one of the files that a save puts among the tags would take the place of something else: of
-    what is no regular file, or of a script that neither a save of ours nor DeepSpeed has put there."""
+    what is no regular file, or of a script that neither a save of ours nor DeepSpeed has put there; OSError where the disk
+    fails."""
     for name in names:
         if (why := _in_the_way(folder / name)) is not None:
             instead = "or pass save_latest=False" if name == manifest.LATEST else "or save to another folder"
@@ -273,6 +274,8 @@ def _in_the_way(path: Path) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return "is a link that leads to no file" if path.is_symlink() else None
     except OSError as error:
+        if error.errno == errno.EIO:
+            raise
         return f"cannot be read ({error.strerror})"
     is_cut = not head  # DeepSpeed empties the file before it copies: a full disk or a kill may have come between the two
     if path.name == manifest.LATEST or is_cut or any(each in head for each in (_OUR_SCRIPT, *_DEEPSPEEDS_SCRIPTS)):
