@@ -68,7 +68,7 @@ class TagFolder:
             make_folder(self.beside.parent)
             for found in leftovers.find_leftovers(self.beside.parent):
                 leftovers.remove_leftover(*found)
-            self._locks.append(self._made(self.beside))
+            self._hold_new(self.beside)
         except OSError as error:
             raise fail(self.beside, "create the folder", error, f"{remedy(error.errno)}; or save elsewhere") from error
 
@@ -129,20 +129,22 @@ class TagFolder:
     def place(self, name: str, data: bytes, remedy: str, mode: int = 0o600) -> None:
         """Write a file among the tags, or replace it, in one step. Raises StorageError."""
         path, folder = self.path.with_name(name), self.path.with_name(f"{self.beside.name}.new")
+        held = len(self._locks)
         try:
-            lock = self._made(folder)
             try:
+                self._hold_new(folder)
                 write_synced(folder / name, data, mode)
                 os.replace(folder / name, path)
             finally:
-                os.close(lock)
+                self._unlock(held)
                 self._remove(folder)
             sync_folder(path.parent)
         except OSError as error:
             raise fail(path, "replace", error, remedy) from error
 
-    def _made(self, folder: Path) -> int:
-        """Make a folder beside the tags, marked as ours; its descriptor, which holds its lock. Raises OSError."""
+    def _hold_new(self, folder: Path) -> None:
+        """Make a folder beside the tags, marked as ours; its descriptor, which holds its lock, is the last of `_locks` then.
+        Raises OSError."""
         try:
             folder.mkdir(mode=0o700)
             fd = os.open(folder, remove_tree.FOLDER | os.O_NOFOLLOW)
@@ -156,13 +158,14 @@ class TagFolder:
             os.fchmod(fd, 0o700)  # whatever the umask takes away
             _lock(fd)
             leftovers.mark(fd, self.run, self.path.name, self._token)
+            self._locks.append(fd)
         except BaseException:
             with contextlib.suppress(OSError):
                 leftovers.unmark(fd)  # it may be there, and say nothing yet
                 folder.rmdir()
+            self._locks = [each for each in self._locks if each != fd]
             os.close(fd)
             raise
-        return fd
 
     def _mark_earlier(self, hold: bool = False) -> None:
         """The tag's folder is about to be one beside; under its own name the mark means nothing. `hold`: lock it, too."""
@@ -203,8 +206,9 @@ class TagFolder:
                 f" replaces; give another tag, or move it away"
             )
 
-    def _unlock(self) -> None:
-        while self._locks:
+    def _unlock(self, left: int = 0) -> None:
+        """Close all but the first `left` of the descriptors."""
+        while len(self._locks) > left:
             os.close(self._locks.pop())
 
     def _replace(self) -> Path | None:
