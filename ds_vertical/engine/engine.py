@@ -177,14 +177,23 @@ class VerticalEngine(CallableEngine):
             # each is called, the last one first, whatever another one raises
             cleanup.callback(super().destroy)
             if params is not None:
-                cleanup.callback(params.close)
-                cleanup.callback(self._steps.close)
+                cleanup.callback(self._close_params)
                 cleanup.callback(self.optimizer.close)
+                cleanup.callback(self.optimizer.close)  # once more, where a signal that comes again has cut the first
             for store in stores:
                 if store is not None:
                     cleanup.callback(store.close)
             if (three_calls := getattr(self, "_three_calls", None)) is not None:
                 cleanup.callback(three_calls.close)
+
+    def _close_params(self) -> None:
+        """Close what the last steps go through, once they are not owed any more: where signals have cut the optimizer's every
+        `close`, the next `destroy` takes these steps, and then closes this."""
+        if self.optimizer.is_owing:
+            return
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(self._params.close)
+            cleanup.callback(self._steps.close)
 
     @property
     def param_store(self) -> ParamStore:

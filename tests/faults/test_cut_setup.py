@@ -13,8 +13,10 @@ from pathlib import Path
 
 import forks
 import pytest
-from cut_setup import EndTrials, SetUpTrials, Whole, is_over, whole_run
+from cut_kinds import make
+from cut_setup import EndTrials, SetUpTrials, Whole, give_up_folders, is_over, state_digest, train, whole_run
 from cutting import CtrlC, Cut, Site, are_reached, chosen
+from harness import dispose
 
 KINDS = ("delayed", "memory", "everything", "two ssds")
 
@@ -50,13 +52,15 @@ def set_up(folder: Path, kind: str, cuts: list[Cut]) -> None:
     assert are_reached(cuts), "most of them were to be reached"
 
 
-def end(folder: Path, kind: str, cuts: list[Cut]) -> None:
+def end(folder: Path, kind: str, cuts: list[Cut]) -> list[str]:
+    """Returns what engines have said that cannot give their state."""
     trials = EndTrials(folder, kind, reference(kind))
     for cut in cuts:
         trials.cut(cut)
     print(f"destroy, {kind}: {len(cuts)} cuts, {sum(bool(cut.done) for cut in cuts)} reached: {trials}", *trials.torn, sep="\n")
     assert not trials.wrong, "\n".join(trials.wrong)
     assert are_reached(cuts), "most of them were to be reached"
+    return trials.torn
 
 
 def test_an_engine_whose_making_is_cut_anywhere(tmp_path: Path) -> None:
@@ -77,6 +81,36 @@ def test_an_engine_whose_end_is_cut_anywhere(tmp_path: Path) -> None:
     ended = reference("delayed").ended
     assert len(ended) > 100, f"boundaries of functions are not seen: {len(ended)}"
     end(tmp_path / "ssd", "delayed", chosen(ended, 4, CtrlC))
+
+
+_LAST_STEPS = ("VerticalStage3.close", "LiveState.failure", "VerticalStage3.flush_state")
+
+
+def test_an_engine_whose_end_is_cut_where_it_takes_the_last_steps(tmp_path: Path) -> None:
+    """By Ctrl-C that comes a second time. The next `destroy` takes these steps."""
+    ended = reference("delayed").ended
+    cuts = [Cut(site, 1) for site in ended if site.function in _LAST_STEPS and site.event != "return"]
+    assert len(cuts) > 3, f"where the last steps are taken is not seen: {cuts}"
+    assert not end(tmp_path / "ssd", "delayed", cuts)
+
+
+def test_an_engine_whose_last_steps_are_cut_whenever_they_are_tried_takes_them_in_the_next_destroy(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    expected = reference("delayed").digest
+    engine, model = make("delayed", tmp_path)
+    try:
+        train(engine)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(engine.optimizer, "flush_state", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.destroy()
+        engine.destroy()
+        assert state_digest(engine, model) == expected
+    finally:
+        dispose(engine)
+        give_up_folders()
 
 
 @pytest.mark.slow

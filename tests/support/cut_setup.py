@@ -326,10 +326,18 @@ class EndTrials(_Trials):
             faults, torn = [f"{type(error).__name__}: {error}"], None
         if faults:
             self.wrong.append(f"{cut}: {faults}")
+            self._start_anew()
         elif torn is not None:
             self.torn.append(f"{cut}: {torn}")
         else:
             self.whole += 1
+
+    def _start_anew(self) -> None:
+        """What a cut has left behind is not found again behind the next one, which is judged by itself."""
+        give_up_folders()
+        free_lost_buffers()
+        clean()
+        self._reference = replace(self._reference, process=Process.now())
 
     def _faults(self, cut: Cut) -> tuple[list[str], str | None]:
         faults, torn = self._end(cut)
@@ -337,8 +345,14 @@ class EndTrials(_Trials):
 
     def _end(self, cut: Cut) -> tuple[list[str], str | None]:
         """In a frame of its own, which has the last references to the engine."""
-        reference = self._reference
         engine, model = make(self._kind, self._folder)
+        try:
+            return self._judge(cut, engine, model)
+        finally:
+            dispose(engine)  # whatever was wrong
+
+    def _judge(self, cut: Cut, engine: Any, model: Any) -> tuple[list[str], str | None]:
+        reference = self._reference
         faults = [] if train(engine) == reference.losses else ["other losses"]
         fault = self.interrupted(cut, engine.destroy)
         faults += [] if fault is None else [fault]
@@ -349,7 +363,6 @@ class EndTrials(_Trials):
         torn = torn or said(lambda: state.append(state_digest(engine, model)))
         if torn is None and state != [reference.digest]:
             faults.append("weights, masters or moments differ")
-        dispose(engine)
         return faults, torn
 
 

@@ -55,10 +55,11 @@ class VerticalStage3(ChunkedStage3):
     those of stock's own sub-groups: the norm is combined in stock's grouping and CPU Adam is cut as in `chunking`.
 
     Public attributes: `timing`, `condition`, `calls`, `live`, `checksums` from the start on; `driver`, `stepper`, `pipeline`,
-    `kernel`, `slots`, `further_slots`, `gradients`, `holding` and `gradients_on_ssd` from `start_pipeline` on.
+    `kernel`, `slots`, `further_slots`, `gradients`, `holding` and `gradients_on_ssd` from `start_pipeline` on. `is_owing`: the
+    last steps, until `close` has taken them, or cannot.
     """
 
-    _is_open = True  # until `close`
+    is_owing = True
 
     def __init__(self, *args: Any, layers: LayerMap, vertical: RunSettings, **kwargs: Any) -> None:
         self._vertical, self.compresses = vertical, vertical.optimizer_compression
@@ -235,10 +236,27 @@ class VerticalStage3(ChunkedStage3):
 
     def close(self) -> None:
         """`flush_state` (state may be read after it) unless a step is under way, then end the pipeline's thread and give its
-        memory back; harmless when called twice."""
+        memory back; harmless when called twice. Where an interrupt cuts `flush_state` all stays, and the next call ends it."""
         if not hasattr(self, "pipeline"):
+            self.is_owing = False  # the engine's construction failed
             return
-        is_first, self._is_open = self._is_open, False
+        try:
+            self._take_last_steps()
+        finally:
+            if not self.is_owing:
+                self._give_back()
+
+    def _take_last_steps(self) -> None:
+        """They are not owed any more once they are taken, or cannot be, but still where an interrupt cuts this."""
+        if self.is_owing and self.live.failure is None and not self.live.apart and not self.live.is_inside:
+            try:
+                self.flush_state()
+            except Exception:
+                self.is_owing = False
+                raise
+        self.is_owing = False
+
+    def _give_back(self) -> None:
         with contextlib.ExitStack() as finally_:  # each of them, whatever the others raise; the last one first
             finally_.callback(_unlock, self.slots)
             finally_.callback(_rest, self.further_slots)
@@ -247,8 +265,6 @@ class VerticalStage3(ChunkedStage3):
             if self.level_reductions is not None:
                 finally_.callback(self.level_reductions.close)
             finally_.callback(self.pipeline.close)
-            if is_first and self.live.failure is None and not self.live.apart and not self.live.is_inside:
-                self.flush_state()
 
 
 def low_file_sizes(optimizer: ChunkedStage3, generations: int) -> dict[Path, int]:
