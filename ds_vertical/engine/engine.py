@@ -175,23 +175,24 @@ class VerticalEngine(CallableEngine):
         stores = [getattr(self, name, None) for name in ("_activations", "_keeping")]
         with interrupts.deferred(firmly=True), contextlib.ExitStack() as cleanup:
             # each is called, the last one first, whatever another one raises
-            cleanup.callback(super().destroy)
-            if params is not None:
-                cleanup.callback(self._close_params)
+            if params is None:
+                cleanup.callback(super().destroy)
+            else:
+                cleanup.callback(self._close_rest)
                 cleanup.callback(self.optimizer.close)
-                cleanup.callback(self.optimizer.close)  # once more, where a signal that comes again has cut the first
             for store in stores:
                 if store is not None:
                     cleanup.callback(store.close)
             if (three_calls := getattr(self, "_three_calls", None)) is not None:
                 cleanup.callback(three_calls.close)
 
-    def _close_params(self) -> None:
-        """Close what the last steps go through, once they are not owed any more: where signals have cut the optimizer's every
-        `close`, the next `destroy` takes these steps, and then closes this."""
+    def _close_rest(self) -> None:
+        """Close what the optimizer's last steps go through, once it owes none: where an interrupt has cut its `close`, the next
+        `destroy` takes these steps, and then closes this."""
         if self.optimizer.is_owing:
             return
         with contextlib.ExitStack() as cleanup:
+            cleanup.callback(super().destroy)
             cleanup.callback(self._params.close)
             cleanup.callback(self._steps.close)
 

@@ -59,7 +59,8 @@ def step_bound(
 ) -> Bound:
     """The bound of one step of the schedule. See [Note: bound]. Raises ScheduleError or CostsError as `simulate` does."""
     # without what an order and its code cost
-    machine = replace(machine, compute_latency_s=0.0, copy_host_bytes_per_s=None, **dict.fromkeys(LAUNCHES, 0.0))
+    copies = dict.fromkeys(("copy_host_bytes_per_s", "net_memory_core_s_per_byte"))
+    machine = replace(machine, compute_latency_s=0.0, **copies, **dict.fromkeys(LAUNCHES, 0.0))
     costs = event_costs(schedule.events, machine, shape, parts)
     needs = dependencies(schedule.events) if needs is None else needs
     before = _fetched_before(schedule.events, costs, needs)

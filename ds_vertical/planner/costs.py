@@ -182,11 +182,11 @@ class _Lanes:
         return num_bytes / rate if self.machine.one_memory and rate is not None else 0.0
 
     def shared_memory_s(self, num_bytes: float, num_ranks: int) -> float:
-        """The same for what each of a host's ranks gathers out of memory that they share, or adds in it."""
+        """The same for what each of a host's ranks gathers out of memory that they share, or adds in it, on one core each."""
         each = self.machine.net_memory_core_s_per_byte
         if each is None or not self.machine.one_memory:
             return self.host_copy_s(num_bytes)
-        return num_ranks * num_bytes * each / self.machine.host_cores
+        return num_bytes * each * max(1.0, num_ranks / self.machine.host_cores)
 
 
 class _Moves:

@@ -310,7 +310,7 @@ def test_a_step_is_as_long_as_its_link_is_busy() -> None:
 
 
 def test_memory_that_ranks_share_has_a_price_of_its_own() -> None:
-    """By hand: 2 ranks of a node have each 2000 bytes of a unit to gather, and 4000 to add, at 3 us a byte on 2 cores."""
+    """By hand: 2 ranks of a node have each 2000 bytes of a unit to gather, and 4000 to add, at 3 us a byte on a core each."""
     machine = replace(MACHINE, copy_host_bytes_per_s=1e6, net_memory_core_s_per_byte=3e-6)
     for network, seconds in (
         (replace(LEVELS, in_memory=True, sums_in_memory=True), {Op.FETCH: 6e-3, Op.REDUCE: 4e-3 + 12e-3, Op.SPREAD: 6e-3}),
@@ -321,6 +321,13 @@ def test_memory_that_ranks_share_has_a_price_of_its_own() -> None:
         for op, expected in seconds.items():
             computed = [stage.seconds for stage in costs[Event(op, 0)][0] if stage.lane == "compute"]
             assert sum(computed) == pytest.approx(expected), op
+    memory = replace(LEVELS, in_memory=True, sums_in_memory=True)
+    shape = replace(SHAPE, network=memory)
+    bounds = [step_bound(training(memory), each, shape) for each in (machine, replace(machine, net_memory_core_s_per_byte=None))]
+    assert bounds[0] == bounds[1], "another order would do without copies within host memory"
+    (fetch,) = [cost for event, cost in zip(events, event_costs(events, replace(machine, host_cores=64), shape), strict=True)
+                if event == Event(Op.FETCH, 0)]
+    assert fetch[0][0].seconds == pytest.approx(6e-3), "a rank's thread has one core of 64"
 
 
 def test_cores_are_divided_between_a_computation_and_collectives() -> None:

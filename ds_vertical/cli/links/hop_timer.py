@@ -7,8 +7,8 @@ every rank. Their chunks are a little larger than those that count, since a bloc
 (`io.host`, [Note: freed memory]).
 
 [Note: beside a computation] Where ranks compute on the cores, a collective takes more of these beside the computation than by
-itself, since both share the caches and the way to memory. So while core seconds are counted, one thread of each rank adds
-numbers, more than caches hold, and its own time does not count.
+itself, since both share the caches and the way to memory. So while core seconds are counted, the calling thread of each rank
+adds numbers, more than caches hold, and its own time does not count. Another thread starts the collectives and waits for them.
 """
 
 from __future__ import annotations
@@ -65,17 +65,16 @@ def core_seconds(hops: Sequence[Hop], rounds: int) -> float:
     """Of a core for the hops, in the mean of ranks, and of each the median of its rounds: see [Note: beside a computation].
     Collective, on the CPU alone."""
     taken, numbers = [], torch.ones(2, _BESIDE)
-    with ThreadPoolExecutor(1) as waiting:
-        for _ in range(rounds):
+    with ThreadPoolExecutor(1) as thread:
+        for _ in range(1 + rounds):  # the first one comes to memory that stays
             ranks.is_true_on_all_ranks(True)
             begin = _core_seconds_of_others()
-            for start, rows in hops:
-                over = waiting.submit(start(rows).wait)
-                while not over.done():
-                    numbers[0] += numbers[1]
-                over.result()
+            over = thread.submit(_run, hops)
+            while not over.done():
+                numbers[0] += numbers[1]
+            over.result()
             taken.append(_core_seconds_of_others() - begin)
-    return statistics.mean(statistics.median(each) for each in ranks.all_gathered(taken))
+    return statistics.mean(statistics.median(each[1:]) for each in ranks.all_gathered(taken))
 
 
 def _run(hops: Sequence[Hop]) -> None:

@@ -195,8 +195,10 @@ def remove_leftover(path: Path, tag: str, token: str) -> None:
                 logger.warning("%s: holds %s, which %s: left; move that away, then delete the rest", path, *other)
                 _remove_all_parts(homes - parts.homes_of(path, path.with_name(tag)))  # no link leads there any more
                 return
-            _remove_empty(fd, path.name, root)
-        _remove_all_parts(homes)
+            try:
+                _remove_empty(fd, path.name, root)
+            finally:
+                _remove_all_parts(homes)  # no link leads there any more
     except FileNotFoundError:
         return
     except OSError as error:

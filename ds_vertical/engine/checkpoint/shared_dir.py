@@ -108,7 +108,7 @@ def _check_seen(path: Path, save_dir: Path, made_at: Place, remedy: str = _BY_JS
 
 def check_at_start(save_dir: Path, node_local: bool) -> None:
     """Refuse an `on_signal.save_dir` whose files of others a save would refuse, or which hosts do not share; see
-    `check_shared`. Collective. Raises CheckpointError, OtherRankError, OSError."""
+    `check_shared`. Collective. Raises CheckpointError, StorageError, OtherRankError, OSError."""
     what = "vertical_schedule.on_signal.save_dir"
     with ranks.all_or_none(what):
         check_placed(save_dir, PLACED)

@@ -136,8 +136,8 @@ class TagFolder:
                 write_synced(folder / name, data, mode)
                 os.replace(folder / name, path)
             finally:
-                self._unlock(held)
-                self._remove(folder)
+                if len(self._locks) > held:
+                    self._remove_held(folder, held)
             sync_folder(path.parent)
         except OSError as error:
             raise fail(path, "replace", error, remedy) from error
@@ -175,6 +175,13 @@ class TagFolder:
                     self._locks.append(os.dup(fd))
                     _lock(fd)
                 leftovers.mark(fd, self.run, self.path.name, self._token, is_made=False)
+
+    def _remove_held(self, folder: Path, left: int) -> None:
+        """Delete a folder that `_hold_new` has made, and let go of its lock. `left`: the locks that were held before."""
+        try:
+            self._remove(folder)
+        finally:
+            self._unlock(left)
 
     def _remove(self, folder: Path) -> None:
         leftovers.remove_leftover(folder, self.path.name, self._token)
@@ -263,8 +270,8 @@ def found_saves(save_dir: Path, tag: str) -> list[Found]:
 
 def check_placed(folder: Path, names: Iterable[str]) -> None:
     """Raise CheckpointError where one of the files that a save puts among the tags would take the place of something else: of
-    what is no regular file, or of a script that neither a save of ours nor DeepSpeed has put there; OSError where the disk
-    fails."""
+    what is no regular file, or of a script that neither a save of ours nor DeepSpeed has put there; StorageError where the
+    disk fails."""
     for name in names:
         if (why := _in_the_way(folder / name)) is not None:
             instead = "or pass save_latest=False" if name == manifest.LATEST else "or save to another folder"
@@ -279,7 +286,7 @@ def _in_the_way(path: Path) -> str | None:
         return "is a link that leads to no file" if path.is_symlink() else None
     except OSError as error:
         if error.errno == errno.EIO:
-            raise
+            raise fail(path, "read", error, remedy(error.errno)) from error
         return f"cannot be read ({error.strerror})"
     is_cut = not head  # DeepSpeed empties the file before it copies: a full disk or a kill may have come between the two
     if path.name == manifest.LATEST or is_cut or any(each in head for each in (_OUR_SCRIPT, *_DEEPSPEEDS_SCRIPTS)):

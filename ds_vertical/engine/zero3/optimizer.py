@@ -55,8 +55,8 @@ class VerticalStage3(ChunkedStage3):
     those of stock's own sub-groups: the norm is combined in stock's grouping and CPU Adam is cut as in `chunking`.
 
     Public attributes: `timing`, `condition`, `calls`, `live`, `checksums` from the start on; `driver`, `stepper`, `pipeline`,
-    `kernel`, `slots`, `further_slots`, `gradients`, `holding` and `gradients_on_ssd` from `start_pipeline` on. `is_owing`: the
-    last steps, until `close` has taken them, or cannot.
+    `kernel`, `slots`, `further_slots`, `gradients`, `holding` and `gradients_on_ssd` from `start_pipeline` on. `is_owing`:
+    whether `close` has still to take the last steps: it has neither taken them nor failed at it.
     """
 
     is_owing = True
@@ -236,7 +236,7 @@ class VerticalStage3(ChunkedStage3):
 
     def close(self) -> None:
         """`flush_state` (state may be read after it) unless a step is under way, then end the pipeline's thread and give its
-        memory back; harmless when called twice. Where an interrupt cuts `flush_state` all stays, and the next call ends it."""
+        memory back; harmless when called twice. Where KeyboardInterrupt or SystemExit cuts `flush_state` all stays, and the next call ends it."""
         if not hasattr(self, "pipeline"):
             self.is_owing = False  # the engine's construction failed
             return
@@ -247,7 +247,7 @@ class VerticalStage3(ChunkedStage3):
                 self._give_back()
 
     def _take_last_steps(self) -> None:
-        """They are not owed any more once they are taken, or cannot be, but still where an interrupt cuts this."""
+        """They are owed no more once this has taken them, or failed at it. They still are where an interrupt cuts it."""
         if self.is_owing and self.live.failure is None and not self.live.apart and not self.live.is_inside:
             try:
                 self.flush_state()

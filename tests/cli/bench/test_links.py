@@ -92,10 +92,14 @@ def test_what_a_hop_takes_of_the_cores_is_counted_without_the_computation_beside
 
 def test_rounds_count_once_one_takes_no_fresh_pages() -> None:
     start_process_group()
-    held, sizes, left = list[bytearray](), list[int](), [0, 4096, 4096, 0, 4096]
+    held, sizes, left = list[mmap.mmap](), list[int](), [0, 4096, 4096, 0, 4096]
 
     def work() -> None:
-        held.append(bytearray(b"1" * (left.pop(0) * mmap.PAGESIZE)))
+        pages = left.pop(0)
+        held.append(mmap.mmap(-1, max(1, pages) * mmap.PAGESIZE))
+        held[-1].madvise(mmap.MADV_NOHUGEPAGE)
+        for page in range(pages):
+            held[-1][page * mmap.PAGESIZE] = 1
 
     with ThreadPoolExecutor(1) as thread:
 
