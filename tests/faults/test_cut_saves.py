@@ -143,7 +143,9 @@ def test_a_save_that_is_cut_leaves_whole_checkpoints_and_the_next_one_works(tmp_
 
 
 def test_a_folder_beside_the_tags_is_gone_where_its_making_and_its_deletion_are_cut(tmp_path: Path) -> None:
-    saves(tmp_path, "early", "new", None, lambda site: f"{site.function} {site.event} {site.callee}".rstrip() in AROUND_A_FOLDER)
+    saves(
+        tmp_path, "early", "new", None, lambda site: f"{site.function} {site.event} {site.callee}".rstrip() in AROUND_A_FOLDER
+    )
 
 
 @pytest.mark.slow

@@ -323,10 +323,11 @@ def test_memory_that_ranks_share_has_a_price_of_its_own() -> None:
             assert sum(computed) == pytest.approx(expected), op
     memory = replace(LEVELS, in_memory=True, sums_in_memory=True)
     shape = replace(SHAPE, network=memory)
-    bounds = [step_bound(training(memory), each, shape) for each in (machine, replace(machine, net_memory_core_s_per_byte=None))]
+    bounds = [
+        step_bound(training(memory), each, shape) for each in (machine, replace(machine, net_memory_core_s_per_byte=None))
+    ]
     assert bounds[0] == bounds[1], "another order would do without copies within host memory"
-    (fetch,) = [cost for event, cost in zip(events, event_costs(events, replace(machine, host_cores=64), shape), strict=True)
-                if event == Event(Op.FETCH, 0)]
+    fetch = dict(zip(events, event_costs(events, replace(machine, host_cores=64), shape), strict=True))[Event(Op.FETCH, 0)]
     assert fetch[0][0].seconds == pytest.approx(6e-3), "a rank's thread has one core of 64"
 
 

@@ -236,7 +236,8 @@ class VerticalStage3(ChunkedStage3):
 
     def close(self) -> None:
         """`flush_state` (state may be read after it) unless a step is under way, then end the pipeline's thread and give its
-        memory back; harmless when called twice. Where KeyboardInterrupt or SystemExit cuts `flush_state` all stays, and the next call ends it."""
+        memory back; harmless when called twice. Where KeyboardInterrupt or SystemExit cuts `flush_state` all stays, and the
+        next call ends it."""
         if not hasattr(self, "pipeline"):
             self.is_owing = False  # the engine's construction failed
             return
