@@ -178,23 +178,13 @@ class VerticalEngine(CallableEngine):
             if params is None:
                 cleanup.callback(super().destroy)
             else:
-                cleanup.callback(self._close_rest)
+                cleanup.callback(_close_behind, self.optimizer, super().destroy, params.close, self._steps.close)
                 cleanup.callback(self.optimizer.close)
             for store in stores:
                 if store is not None:
                     cleanup.callback(store.close)
             if (three_calls := getattr(self, "_three_calls", None)) is not None:
                 cleanup.callback(three_calls.close)
-
-    def _close_rest(self) -> None:
-        """Close what the optimizer's last steps go through, once it owes none: where an interrupt has cut its `close`, the next
-        `destroy` takes these steps, and then closes this."""
-        if self.optimizer.is_owing:
-            return
-        with contextlib.ExitStack() as cleanup:
-            cleanup.callback(super().destroy)
-            cleanup.callback(self._params.close)
-            cleanup.callback(self._steps.close)
 
     @property
     def param_store(self) -> ParamStore:
@@ -228,3 +218,13 @@ def _capture_by(
 ) -> Callable[[], HostPart]:
     """One object for all engines of a process."""
     return HostState.capture if reader is None else reader([torch.device(kind) for kind in kinds]).capture
+
+
+def _close_behind(optimizer: VerticalStage3, *closing: Callable[[], None]) -> None:
+    """Close what an optimizer's last steps go through, the last one first, once it owes none: where an interrupt has cut its
+    `close`, the next `destroy` takes these steps, and then closes this."""
+    if optimizer.is_owing:
+        return
+    with contextlib.ExitStack() as cleanup:
+        for each in closing:
+            cleanup.callback(each)

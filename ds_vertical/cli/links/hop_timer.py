@@ -31,14 +31,14 @@ LARGER: Final = 1 << 14  # numbers of a chunk, ahead of those that count
 _BESIDE: Final = 1 << 22  # numbers
 
 
-class Hop(NamedTuple):
+class TimedHop(NamedTuple):
     """A collective that `start` begins with these rows; what it returns has a `wait`. The rows stay as they are."""
 
     start: Callable[[torch.Tensor], Any]
     rows: torch.Tensor
 
 
-def warm(hops_of: Callable[[int], Sequence[Hop]], size: int) -> Sequence[Hop]:
+def warm(hops_of: Callable[[int], Sequence[TimedHop]], size: int) -> Sequence[TimedHop]:
     """Connect the ranks, and come to memory that stays: see [Note: kept pages]. Collective. `hops_of`: makes the hops for
     chunks of so many numbers; returns those of `size`."""
     hops = hops_of(size + LARGER)
@@ -50,7 +50,7 @@ def warm(hops_of: Callable[[int], Sequence[Hop]], size: int) -> Sequence[Hop]:
     return hops_of(size)
 
 
-def seconds(hops: Sequence[Hop], rounds: int) -> float:
+def seconds(hops: Sequence[TimedHop], rounds: int) -> float:
     """Of the hops one after the other: of the slowest rank in the fastest round. Collective."""
     taken = []
     for _ in range(rounds):
@@ -61,7 +61,7 @@ def seconds(hops: Sequence[Hop], rounds: int) -> float:
     return min(max(same) for same in zip(*ranks.all_gathered(taken), strict=True))
 
 
-def core_seconds(hops: Sequence[Hop], rounds: int) -> float:
+def core_seconds(hops: Sequence[TimedHop], rounds: int) -> float:
     """Of a core for the hops, in the mean of ranks, and of each the median of its rounds: see [Note: beside a computation].
     Collective, on the CPU alone."""
     taken, numbers = [], torch.ones(2, _BESIDE)
@@ -77,7 +77,7 @@ def core_seconds(hops: Sequence[Hop], rounds: int) -> float:
     return statistics.mean(statistics.median(each[1:]) for each in ranks.all_gathered(taken))
 
 
-def _run(hops: Sequence[Hop]) -> None:
+def _run(hops: Sequence[TimedHop]) -> None:
     for start, rows in hops:
         start(rows).wait()
     synchronize()

@@ -25,7 +25,7 @@ from typing import Final
 import torch
 
 from ds_vertical.cli.links import hop_timer
-from ds_vertical.cli.links.hop_timer import Hop
+from ds_vertical.cli.links.hop_timer import TimedHop
 from ds_vertical.cli.links.worker_lines import REFUSED, RESULT
 from ds_vertical.compat.accelerator import device_name
 from ds_vertical.distributed import ranks
@@ -147,26 +147,26 @@ def _one_level_core_s(size: int, rounds: int) -> float:
     collectives = LevelCollectives(Topology(world=world, node=world, pair=world))
     group = ranks.own_subgroup("limits", [tuple(range(world))])
 
-    def hops(size: int) -> tuple[Hop, ...]:
+    def hops(size: int) -> tuple[TimedHop, ...]:
         share = torch.empty(size)
 
         def summed(rows: torch.Tensor) -> torch.distributed.Work | None:
             return torch.distributed.reduce_scatter_tensor(share, rows.view(-1), group=group, async_op=True)
 
-        return Hop(collectives.gather, _chunks(1, size)), Hop(summed, _chunks(world, size))
+        return TimedHop(collectives.gather, _chunks(1, size)), TimedHop(summed, _chunks(world, size))
 
     core_s = hop_timer.core_seconds(hop_timer.warm(hops, size), rounds)
     collectives.close()
     return core_s / (3 * (world - 1) * size * _FP32_BYTES)
 
 
-def _hops(collectives: LevelCollectives, level: Level, size: int) -> tuple[Hop, ...]:
+def _hops(collectives: LevelCollectives, level: Level, size: int) -> tuple[TimedHop, ...]:
     """A gather and a sum over a level alone, of chunks of `size` numbers. Each brings a rank its chunks from each of the
     others."""
     world, copied = collectives.topology.world, collectives.topology.num_chunks(Level.PAIR)
     if level is Level.PAIR:
-        return Hop(collectives.gather, _chunks(copied, size)), Hop(collectives.reduce, _chunks(world, size))
-    return Hop(collectives.spread, _chunks(1, size)), Hop(collectives.cross, _chunks(copied, size))
+        return TimedHop(collectives.gather, _chunks(copied, size)), TimedHop(collectives.reduce, _chunks(world, size))
+    return TimedHop(collectives.spread, _chunks(1, size)), TimedHop(collectives.cross, _chunks(copied, size))
 
 
 def _chunks(count: int, size: int) -> torch.Tensor:
@@ -188,9 +188,9 @@ def _memory_core_s(collectives: LevelCollectives, size: int, rounds: int) -> dic
     gather = partial(collectives.gather, memory=memory, join=lambda chunks: [torch.stack(chunks)])
     collectives_of = (gather, copied.fill_(1.0)), (partial(collectives.reduce, memory=memory), rows.fill_(1.0))
 
-    def hops(size: int) -> tuple[Hop, ...]:
+    def hops(size: int) -> tuple[TimedHop, ...]:
         pairs = zip(counts, collectives_of, strict=True)
-        return tuple(Hop(start, part[: count * size].view(count, size)) for count, (start, part) in pairs)
+        return tuple(TimedHop(start, part[: count * size].view(count, size)) for count, (start, part) in pairs)
 
     core_s = hop_timer.core_seconds(hop_timer.warm(hops, size), rounds)
     return {"memory_core_s_per_byte": core_s / (2 * topology.world * size * _FP32_BYTES)}

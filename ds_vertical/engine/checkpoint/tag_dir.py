@@ -136,8 +136,11 @@ class TagFolder:
                 write_synced(folder / name, data, mode)
                 os.replace(folder / name, path)
             finally:
-                if len(self._locks) > held:
-                    self._remove_held(folder, held)
+                try:
+                    if len(self._locks) > held:
+                        self._remove(folder)
+                finally:
+                    self._unlock(held)
             sync_folder(path.parent)
         except OSError as error:
             raise fail(path, "replace", error, remedy) from error
@@ -175,13 +178,6 @@ class TagFolder:
                     self._locks.append(os.dup(fd))
                     _lock(fd)
                 leftovers.mark(fd, self.run, self.path.name, self._token, is_made=False)
-
-    def _remove_held(self, folder: Path, left: int) -> None:
-        """Delete a folder that `_hold_new` has made, and let go of its lock. `left`: the locks that were held before."""
-        try:
-            self._remove(folder)
-        finally:
-            self._unlock(left)
 
     def _remove(self, folder: Path) -> None:
         leftovers.remove_leftover(folder, self.path.name, self._token)

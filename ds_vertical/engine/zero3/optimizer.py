@@ -242,30 +242,22 @@ class VerticalStage3(ChunkedStage3):
             self.is_owing = False  # the engine's construction failed
             return
         try:
-            self._take_last_steps()
+            if self.is_owing and self.live.failure is None and not self.live.apart and not self.live.is_inside:
+                self.flush_state()
+            self.is_owing = False
+        except Exception:
+            self.is_owing = False
+            raise
         finally:
             if not self.is_owing:
-                self._give_back()
-
-    def _take_last_steps(self) -> None:
-        """They are owed no more once this has taken them, or failed at it. They still are where an interrupt cuts it."""
-        if self.is_owing and self.live.failure is None and not self.live.apart and not self.live.is_inside:
-            try:
-                self.flush_state()
-            except Exception:
-                self.is_owing = False
-                raise
-        self.is_owing = False
-
-    def _give_back(self) -> None:
-        with contextlib.ExitStack() as finally_:  # each of them, whatever the others raise; the last one first
-            finally_.callback(_unlock, self.slots)
-            finally_.callback(_rest, self.further_slots)
-            finally_.callback(self.kernel.close)
-            finally_.callback(self.gradients.close)
-            if self.level_reductions is not None:
-                finally_.callback(self.level_reductions.close)
-            finally_.callback(self.pipeline.close)
+                with contextlib.ExitStack() as finally_:  # each of them, whatever the others raise; the last one first
+                    finally_.callback(_unlock, self.slots)
+                    finally_.callback(_rest, self.further_slots)
+                    finally_.callback(self.kernel.close)
+                    finally_.callback(self.gradients.close)
+                    if self.level_reductions is not None:
+                        finally_.callback(self.level_reductions.close)
+                    finally_.callback(self.pipeline.close)
 
 
 def low_file_sizes(optimizer: ChunkedStage3, generations: int) -> dict[Path, int]:

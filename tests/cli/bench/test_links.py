@@ -70,8 +70,8 @@ def test_a_pair_has_a_link_of_its_own_where_it_is_clearly_faster_than_its_host()
     assert own == [False, False, True, True] and not has_own_link({}, {})
 
 
-def hop_of(work: Callable[[], object], thread: ThreadPoolExecutor) -> tuple[hop_timer.Hop]:
-    return (hop_timer.Hop(lambda _: SimpleNamespace(wait=thread.submit(work).result), torch.ones(1)),)
+def hop_of(work: Callable[[], object], thread: ThreadPoolExecutor) -> tuple[hop_timer.TimedHop]:
+    return (hop_timer.TimedHop(lambda _: SimpleNamespace(wait=thread.submit(work).result), torch.ones(1)),)
 
 
 def test_what_a_hop_takes_of_the_cores_is_counted_without_the_computation_beside_it() -> None:
@@ -103,7 +103,7 @@ def test_rounds_count_once_one_takes_no_fresh_pages() -> None:
 
     with ThreadPoolExecutor(1) as thread:
 
-        def hops(size: int) -> tuple[hop_timer.Hop]:
+        def hops(size: int) -> tuple[hop_timer.TimedHop]:
             sizes.append(size)
             return hop_of(work, thread)
 
