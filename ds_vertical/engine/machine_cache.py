@@ -31,6 +31,8 @@ _AT_MOST: Final = {
     "ssd_read_together_bytes_per_s": "ssd_read_bytes_per_s",
     "ssd_write_together_bytes_per_s": "ssd_write_bytes_per_s",
     "adam_cores": "host_cores",
+    "net_local_beside_bytes_per_s": "net_local_bytes_per_s",
+    "net_cross_beside_bytes_per_s": "net_cross_bytes_per_s",
 }
 
 

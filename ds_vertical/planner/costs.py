@@ -159,9 +159,10 @@ class _Lanes:
 
     def compute(self, seconds: float, launches: int, schedule_s: float = 0.0) -> Cost:
         """Kernels of the device, in `launches` passes through a block: beside the host no faster than one thread of it issues
-        them, which runs ahead. `schedule_s`: what the schedule's own code takes of that thread."""
+        them, which runs ahead. `schedule_s`: what the schedule's own code takes of that thread, which computes where the host
+        is the device."""
         machine = self.machine
-        seconds = seconds if machine.one_memory else max(seconds, launches * machine.launch_s + schedule_s)
+        seconds = seconds + schedule_s if machine.one_memory else max(seconds, launches * machine.launch_s + schedule_s)
         return ((Stage("compute", "compute", machine.compute_latency_s + seconds),),)
 
     def links(self, purpose: Purpose, hops: Sequence[Hop], levels: bool) -> Job:

@@ -43,7 +43,8 @@ class Machine:
     summed gradient (null: no time). `ssd_core_s_per_byte`: seconds of a host core that a byte read or written takes from
     what computes there (null: none; counted where `one_memory`). `net_local_bytes_per_s`: what comes into a rank from the
     others of its node while all receive; `net_cross_bytes_per_s`: into a node from the others (null: links take no time;
-    see `network`). `net_pair_bytes_per_s`: as the first, of `net_pair_ranks` neighbours that have a faster link of their
+    see `network`). `net_*_beside_bytes_per_s`: the same while ranks compute on the host's cores (null: as else; counted
+    where `one_memory`). `net_pair_bytes_per_s`: as the first, of `net_pair_ranks` neighbours that have a faster link of their
     own. `net_core_s_per_byte`: as `ssd_core_s_per_byte`, for a byte that a rank receives over levels;
     `net_one_level_core_s_per_byte`: over all ranks at once (null: the same), where gloo adds what it receives piece by
     piece, while over levels it is added once all of it has come. `net_round_core_s_per_element`: seconds of a host core for
@@ -51,8 +52,9 @@ class Machine:
     `net_memory_core_s_per_byte`: the same for a byte that a rank gathers out of memory that its host's ranks share, or adds
     in it (null: as a copy within host memory). Latencies are seconds per event. `launch_s`: seconds of the host's thread to
     issue a block's forward to a device beside it, which computes meanwhile; a backward takes two of them, its recompute
-    one. `schedule_forward_s`, `schedule_backward_s`: what the schedule's own code takes on that thread beside them, for a
-    block's forward and backward of a micro-batch; the defaults are what `benchmarks/launch.py` has found on one core.
+    one. `schedule_forward_s`, `schedule_backward_s`: what the schedule's own code takes on that thread beside them (where
+    `one_memory`, beside the computation), for a block's forward and backward of a micro-batch; the defaults are what
+    `benchmarks/launch.py` has found on one core.
     `from_dict` reads the JSON of `ds-vertical limits`.
     """
 
@@ -76,6 +78,8 @@ class Machine:
     net_pair_bytes_per_s: float | None = None
     net_local_bytes_per_s: float | None = None
     net_cross_bytes_per_s: float | None = None
+    net_local_beside_bytes_per_s: float | None = None
+    net_cross_beside_bytes_per_s: float | None = None
     net_core_s_per_byte: float | None = None
     net_one_level_core_s_per_byte: float | None = None
     net_round_core_s_per_element: float | None = None
@@ -100,6 +104,11 @@ class Machine:
             alone, together = (getattr(self, f"ssd_{lane}_{way}bytes_per_s") for way in ("", "together_"))
             if together is not None and together > alone:
                 raise refuse("machine", f"ssd_{lane}_together_bytes_per_s", together, f"at most the rate alone, {alone}")
+        for link in ("local", "cross"):
+            alone, beside = (getattr(self, f"net_{link}_{way}bytes_per_s") for way in ("", "beside_"))
+            if beside is not None and (alone is None or beside > alone):
+                wanted = f"at most the rate alone, {alone}" if alone else f"null, as net_{link}_bytes_per_s is"
+                raise refuse("machine", f"net_{link}_beside_bytes_per_s", beside, wanted)
         if (self.net_pair_ranks is None) != (self.net_pair_bytes_per_s is None):
             raise refuse("machine", "net_pair_ranks", self.net_pair_ranks, "a number with net_pair_bytes_per_s, or neither")
         if self.adam_cores is not None and self.adam_cores > self.host_cores:
@@ -161,11 +170,15 @@ class Machine:
 
     def shared(self, num_ranks: int) -> Self:
         """This machine as each of `num_ranks` ranks sees it, which all do the same at the same time: they share one SSD and one
-        host, and each has a device of its own and a link to it."""
+        host, and each has a device of its own and a link to it. Where they compute on the host's cores, the schedule's own
+        code in more ranks than cores waits for its turn."""
         names = ["adam_elements_per_s", "cast_elements_per_s", "checksum_bytes_per_s", "copy_host_bytes_per_s"]
         names += [f"ssd_{lane}_{way}bytes_per_s" for lane in ("read", "write") for way in ("", "together_")]
         names += ["norm_elements_per_s"] if self.one_memory else []
-        return replace(self, **{name: rate / num_ranks for name in names if (rate := getattr(self, name)) is not None})
+        rates = {name: rate / num_ranks for name in names if (rate := getattr(self, name)) is not None}
+        turns = max(1.0, num_ranks / self.host_cores) if self.one_memory else 1.0
+        own = {name: turns * getattr(self, name) for name in ("schedule_forward_s", "schedule_backward_s")}
+        return replace(self, **rates, **own)
 
     def adam_s(self, elements: float, written_bytes: float) -> float:
         """Seconds of the cores of CPU Adam for a step: the update, the cast, and the checksums of what is written."""
@@ -195,6 +208,11 @@ class Machine:
         """Seconds of a host core that so many bytes take which ranks receive, over levels or over all ranks at once."""
         each = self.net_core_s_per_byte if levels else self.net_one_level_core_s_per_byte or self.net_core_s_per_byte
         return received * (each or 0.0) * self.one_memory
+
+    def link_beside(self, link: str) -> float:
+        """The part of its speed that a link ("local", "cross") has while ranks compute on the host's cores."""
+        alone, beside = (getattr(self, f"net_{link}_{way}bytes_per_s", None) for way in ("", "beside_"))
+        return beside / alone if self.one_memory and alone and beside else 1.0
 
     def divided(self, ssd_bytes_per_s: float, net_cores: float, computes: bool) -> tuple[float, float]:
         """The parts of its own speed that a computation, and that collectives have, with the SSD at this speed of its own, and

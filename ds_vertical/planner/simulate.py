@@ -45,7 +45,8 @@ from ds_vertical.types import Unit
 OPTIMIZER_OPS: Final = frozenset((Op.HOLD, Op.STEP, Op.COMMIT, Op.MAKE))
 COMPUTE_OPS: Final = frozenset((Op.F, Op.HEAD, Op.B))
 _ROUNDING: Final = 1e-12
-_LOADS: Final = ("ssd_core_s_per_byte", *NET_CORES)  # what transfers take of the host cores
+# What transfers take of the host cores, or lose to what is computed there
+_LOADS: Final = ("ssd_core_s_per_byte", *NET_CORES, "net_local_beside_bytes_per_s", "net_cross_beside_bytes_per_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,8 +388,10 @@ class _Simulation:
         if not self.transfers_load:
             return factors
         stages = [(factor, task.stage) for factor, task in zip(factors, active, strict=True)]
-        left, sent = self.machine.divided(*_moved_per_s(stages), "compute" in lanes or "adam" in lanes)
-        parts = {"compute": left, "adam": left, **dict.fromkeys(LINKS, sent)}
+        computes = "compute" in lanes or "adam" in lanes
+        left, sent = self.machine.divided(*_moved_per_s(stages), computes)
+        links = {lane: min(sent, self.machine.link_beside(lane.removeprefix("net_")) if computes else 1.0) for lane in LINKS}
+        parts = {"compute": left, "adam": left, **links}
         return [factor * parts.get(stage.lane, 1.0) for factor, stage in stages]
 
     def _divided(self, lanes: tuple[Lane, ...]) -> tuple[float, ...]:

@@ -124,7 +124,12 @@ def test_shards_latencies_casts_and_one_memory() -> None:
     assert seconds("2F0", scheduled, of_four) == pytest.approx({"compute": 4.0})
     assert seconds("0B0", scheduled, of_four) == pytest.approx({"compute": 4 * (4.5 + backward_s)})
     assert seconds("0F0", scheduled.slowed(2.0)) == pytest.approx({"compute": 4.0})
-    assert seconds("0F0", replace(scheduled, one_memory=True)) == pytest.approx({"compute": forward_s})
+    # the host's own thread computes between its lines; of four ranks on two cores each waits for its turn
+    on_host = replace(scheduled, one_memory=True, host_cores=2)
+    assert seconds("0F0", on_host) == pytest.approx({"compute": forward_s + 0.5})
+    assert seconds("0B0", on_host)["compute"] == pytest.approx(2 * backward_s)
+    assert seconds("0F0", on_host.shared(4)) == pytest.approx({"compute": forward_s + 1.0})
+    assert on_host.shared(2).schedule_forward_s == scheduled.shared(64).schedule_forward_s == 0.5
     assert seconds("0STEP", replace(MACHINE, cast_elements_per_s=200.0))["adam"] == pytest.approx(15.0)
     summed, resting = replace(MACHINE, checksum_bytes_per_s=7000.0), Placement.of(parameters_on_ssd=0.0, state_on_ssd=0.0)
     assert seconds("0STEP", summed)["adam"] == pytest.approx(12.0)  # 14000 bytes

@@ -25,7 +25,7 @@ from ds_vertical.schedule.passes import TrainingStep, build_training
 from ds_vertical.types import Placement, TensorKind, Tier, TierBytes
 
 GPU = Machine(6e9, 3e9, 1e9, 16, False, 2e10, 2e10, 4e9, 2e9)
-CPU = Machine(1e9, 2e9, 3e8, 2, True, norm_elements_per_s=1e9)
+CPU = Machine(1e9, 2e9, 3e8, 2, True, norm_elements_per_s=1e9, schedule_forward_s=0.0, schedule_backward_s=0.0)
 LAYERS = 6
 
 

@@ -40,6 +40,8 @@ MACHINE = Machine(
     adam_elements_per_s=1e6,
     host_cores=2,
     one_memory=True,
+    schedule_forward_s=0.0,
+    schedule_backward_s=0.0,
     net_local_bytes_per_s=4000.0,
     net_cross_bytes_per_s=1000.0,
 )
@@ -357,6 +359,21 @@ def test_a_collective_beside_a_computation_by_hand() -> None:
     found = simulate(schedule, machine, shape, needs=[(), ()])
     assert found.end_s == pytest.approx((1.5, 1.0))
     assert simulate(schedule, replace(machine, net_core_s_per_byte=None), shape, needs=[(), ()]).end_s == (1.0, 0.5)
+
+
+def test_a_link_is_slower_while_ranks_compute() -> None:
+    """A gather of 1 s, beside a forward of 0.5 s at half of its speed."""
+    in_memory = Placement.of(parameters_on_ssd=0.0, state_on_ssd=0.0)
+    shape = ModelShape(0, (1000,), 0.5, 0.0, 4, num_shards=2, network=Network(1, 2), placement=in_memory)
+    machine = replace(MACHINE, net_local_bytes_per_s=1000.0, net_local_beside_bytes_per_s=500.0)
+    elsewhere = replace(machine, one_memory=False, copy_in_bytes_per_s=1e9, copy_out_bytes_per_s=1e9)
+    schedule = Schedule(1, 1, parse_events("0FETCH 0F0"))
+    found = [simulate(schedule, each, shape, needs=[(), ()]).end_s for each in (machine, elsewhere)]
+    assert found[0] == pytest.approx((1.25, 0.5)) and found[1] == pytest.approx((1.0, 0.5), rel=1e-4)
+    assert (machine.link_beside("cross"), machine.link_beside("pair")) == (1.0, 1.0)
+    for beside, alone in ((1001.0, 1000.0), (500.0, None)):
+        with pytest.raises(CostsError, match="machine.net_local_beside_bytes_per_s: got"):
+            replace(machine, net_local_bytes_per_s=alone, net_local_beside_bytes_per_s=beside)
 
 
 def test_bytes_that_ranks_receive_take_cores_from_the_computation() -> None:

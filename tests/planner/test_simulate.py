@@ -30,7 +30,7 @@ MACHINE = Machine(
     copy_in_bytes_per_s=4000.0,
     copy_out_bytes_per_s=2000.0,
 )
-ONE_MEMORY = replace(MACHINE, one_memory=True)
+ONE_MEMORY = replace(MACHINE, one_memory=True, schedule_forward_s=0.0, schedule_backward_s=0.0)
 SHAPE = ModelShape(100, (1000,), 1.0, 2.0, 400, pre_forward_s=0.25, pre_backward_s=0.5, head_s=3.0)
 IN_MEMORY = Placement.of(parameters_on_ssd=0.0, state_on_ssd=0.0)
 
@@ -422,7 +422,8 @@ def test_host_cores_count_once() -> None:
     slower = replace(measured, adam_core_share=1.4)  # than in turn, which a better order would do
     assert resources(slower)["host_cores"][0] == pytest.approx(7.75 + 11.0) and slower.adam_share == 1.4
     assert replace(measured, one_memory=False).adam_share == 1 / measured.host_cores  # beside a device Adam has them alone
-    own_code = replace(measured, compute_latency_s=0.5, copy_host_bytes_per_s=10.0)  # not what the work itself takes
+    # not what the work itself takes
+    own_code = replace(measured, compute_latency_s=0.5, copy_host_bytes_per_s=10.0, schedule_forward_s=0.5)
     assert resources(own_code) == resources(measured)
     cast = replace(ONE_MEMORY, cast_elements_per_s=1100.0)
     assert resources(cast)["host_cores"][0] == pytest.approx(7.75 + 12.0)

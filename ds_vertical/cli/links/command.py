@@ -121,6 +121,8 @@ def _lines(report: JsonObject, out: Path | None) -> list[str]:
         if f"{name}_bytes_per_s" in (measured := links | pair):
             rate, latency = measured[f"{name}_bytes_per_s"], measured[f"{name}_latency_s"]
             shown.append(f"{meaning:36}{rate * 1e-9:10.3f} GB/s {latency * 1e3:10.3f} ms")
+        if f"{name}_beside_bytes_per_s" in links:
+            shown.append(f"{'  while the ranks compute':36}{links[f'{name}_beside_bytes_per_s'] * 1e-9:10.3f} GB/s")
     if pair and "pair_ranks" not in links:
         shown.append("a pair has no link of its own: its rate is less than 1.3 times that of its host, and is not counted")
     if "core_s_per_byte" in links:

@@ -7,8 +7,9 @@ every rank. Their chunks are a little larger than those that count, since a bloc
 (`io.host`, [Note: freed memory]).
 
 [Note: beside a computation] Where ranks compute on the cores, a collective takes more of these beside the computation than by
-itself, since both share the caches and the way to memory. So while core seconds are counted, the calling thread of each rank
-adds numbers, more than caches hold, and its own time does not count. Another thread starts the collectives and waits for them.
+itself, since both share the caches and the way to memory. And it takes longer: its threads wait for a core with each part that
+arrives. So what it takes in training is measured while the calling thread of each rank adds numbers, more than caches hold,
+whose own time does not count among the core seconds. Another thread starts the collectives and waits for them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,14 @@ class TimedHop(NamedTuple):
     rows: torch.Tensor
 
 
+class BesideComputing(NamedTuple):
+    """What hops take while all ranks compute: seconds of a core, in the mean of ranks and of each the median of its rounds; and
+    seconds, of the slowest rank in the median round."""
+
+    core_s: float
+    seconds: float
+
+
 def warm(hops_of: Callable[[int], Sequence[TimedHop]], size: int) -> Sequence[TimedHop]:
     """Connect the ranks, and come to memory that stays: see [Note: kept pages]. Collective. `hops_of`: makes the hops for
     chunks of so many numbers; returns those of `size`."""
@@ -61,20 +70,27 @@ def seconds(hops: Sequence[TimedHop], rounds: int) -> float:
     return min(max(same) for same in zip(*ranks.all_gathered(taken), strict=True))
 
 
-def core_seconds(hops: Sequence[TimedHop], rounds: int) -> float:
-    """Of a core for the hops, in the mean of ranks, and of each the median of its rounds: see [Note: beside a computation].
-    Collective, on the CPU alone."""
-    taken, numbers = [], torch.ones(2, _BESIDE)
+def beside_computing(hops: Sequence[TimedHop], rounds: int) -> BesideComputing:
+    """See [Note: beside a computation]. Collective, on the CPU alone."""
+    cores_s, rounds_s, numbers = [], [], torch.ones(2, _BESIDE)
     with ThreadPoolExecutor(1) as thread:
         for _ in range(1 + rounds):  # the first one comes to memory that stays
             ranks.is_true_on_all_ranks(True)
-            begin = _core_seconds_of_others()
-            over = thread.submit(_run, hops)
+            start, begin = _core_seconds_of_others(), time.perf_counter()
+            over = thread.submit(_timed, hops)
             while not over.done():
                 numbers[0] += numbers[1]
-            over.result()
-            taken.append(_core_seconds_of_others() - begin)
-    return statistics.mean(statistics.median(each[1:]) for each in ranks.all_gathered(taken))
+            rounds_s.append(over.result() - begin)
+            cores_s.append(_core_seconds_of_others() - start)
+    slowest = (max(same) for same in zip(*ranks.all_gathered(rounds_s[1:]), strict=True))
+    core_s = statistics.mean(statistics.median(each[1:]) for each in ranks.all_gathered(cores_s))
+    return BesideComputing(core_s, statistics.median(slowest))
+
+
+def _timed(hops: Sequence[TimedHop]) -> float:
+    """When they are over."""
+    _run(hops)
+    return time.perf_counter()
 
 
 def _run(hops: Sequence[TimedHop]) -> None:

@@ -91,8 +91,8 @@ def _kept(links: dict[str, float], hosts: Sequence[str], ranks_per_host: int) ->
 
 def _links(topology: Topology, num_bytes: int, rounds: int) -> dict[str, float]:
     """Rates and latencies of the links that there are: none within a host with one rank, none between hosts on one host. Of
-    ranks that compute on the host's cores also the seconds of a core for each byte that a rank receives, or has in memory that
-    its host's ranks share, and for each number that it rounds to fewer bits or reads from them."""
+    ranks that compute on the host's cores also the rates meanwhile, and the seconds of a core for each byte that a rank
+    receives, or has in memory that its host's ranks share, and for each number that it rounds to fewer bits or reads."""
     collectives, links = LevelCollectives(topology), dict[str, float]()
     core_s = received = 0.0
     size, computes = _size(topology, num_bytes), device_name() == "cpu"
@@ -102,7 +102,12 @@ def _links(topology: Topology, num_bytes: int, rounds: int) -> dict[str, float]:
         rate, latency, moved = _link(collectives, level, size, rounds)
         links |= {f"{name}_bytes_per_s": receivers * rate, f"{name}_latency_s": latency}
         received += moved
-        core_s += hop_timer.core_seconds(_hops(collectives, level, size), rounds) if computes else 0.0
+        if computes:
+            hops = _hops(collectives, level, size)
+            beside = hop_timer.beside_computing(hops, rounds)
+            beside_rate = moved / max(beside.seconds - latency * len(hops), 1e-9)
+            links[f"{name}_beside_bytes_per_s"] = receivers * min(rate, beside_rate)
+            core_s += beside.core_s
     if received and computes:
         links |= {"core_s_per_byte": core_s / received, "one_level_core_s_per_byte": _one_level_core_s(size, rounds)}
         links |= {"round_core_s_per_element": _round_core_s(rounds), **_memory_core_s(collectives, size, rounds)}
@@ -155,7 +160,7 @@ def _one_level_core_s(size: int, rounds: int) -> float:
 
         return TimedHop(collectives.gather, _chunks(1, size)), TimedHop(summed, _chunks(world, size))
 
-    core_s = hop_timer.core_seconds(hop_timer.warm(hops, size), rounds)
+    core_s = hop_timer.beside_computing(hop_timer.warm(hops, size), rounds).core_s
     collectives.close()
     return core_s / (3 * (world - 1) * size * _FP32_BYTES)
 
@@ -192,7 +197,7 @@ def _memory_core_s(collectives: LevelCollectives, size: int, rounds: int) -> dic
         pairs = zip(counts, collectives_of, strict=True)
         return tuple(TimedHop(start, part[: count * size].view(count, size)) for count, (start, part) in pairs)
 
-    core_s = hop_timer.core_seconds(hop_timer.warm(hops, size), rounds)
+    core_s = hop_timer.beside_computing(hop_timer.warm(hops, size), rounds).core_s
     return {"memory_core_s_per_byte": core_s / (2 * topology.world * size * _FP32_BYTES)}
 
 
