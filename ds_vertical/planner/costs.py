@@ -159,11 +159,14 @@ class _Lanes:
 
     def compute(self, seconds: float, launches: int, schedule_s: float = 0.0) -> Cost:
         """Kernels of the device, in `launches` passes through a block: beside the host no faster than one thread of it issues
-        them, which runs ahead. `schedule_s`: what the schedule's own code takes of that thread, which computes where the host
-        is the device."""
-        machine = self.machine
-        seconds = seconds + schedule_s if machine.one_memory else max(seconds, launches * machine.launch_s + schedule_s)
-        return ((Stage("compute", "compute", machine.compute_latency_s + seconds),),)
+        them, which runs ahead. `schedule_s`: what the schedule's own code takes of that thread. Where the host is the device,
+        the thread computes, and its time for a smallest event is a part of that code."""
+        machine, own_s = self.machine, self.machine.compute_latency_s
+        if machine.one_memory:
+            own_s = max(own_s, schedule_s)
+        else:
+            seconds = max(seconds, launches * machine.launch_s + schedule_s)
+        return ((Stage("compute", "compute", own_s + seconds),),)
 
     def links(self, purpose: Purpose, hops: Sequence[Hop], levels: bool) -> Job:
         """A collective, over levels or over all ranks at once, hop by hop, each behind what is rounded for it; nothing over

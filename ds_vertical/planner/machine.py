@@ -23,7 +23,9 @@ NET_CORES: Final = (
     "net_round_core_s_per_element",
     "net_memory_core_s_per_byte",
 )
-LAUNCHES: Final = ("launch_s", "schedule_forward_s", "schedule_backward_s")  # of the thread that launches, beside a device
+# Of links: the rate alone, and that while ranks compute
+_BESIDE: Final = {f"net_{link}_bytes_per_s": f"net_{link}_beside_bytes_per_s" for link in ("local", "cross")}
+LAUNCHES: Final = ("launch_s", "schedule_forward_s", "schedule_backward_s")  # of the thread that launches
 SHIPPED: Final = Path(__file__).resolve().parent / "machines"
 _PAIR_RANKS: Final = "pair_ranks"  # of links, the one that is a whole number
 _CAPACITIES: Final = {tier: f"{tier}_bytes" for tier in Tier}  # the keys of "capacity"
@@ -42,19 +44,19 @@ class Machine:
     (null: as `adam_cores` of them; counted where `one_memory`). `norm_elements_per_s`: the norm that stock takes of each
     summed gradient (null: no time). `ssd_core_s_per_byte`: seconds of a host core that a byte read or written takes from
     what computes there (null: none; counted where `one_memory`). `net_local_bytes_per_s`: what comes into a rank from the
-    others of its node while all receive; `net_cross_bytes_per_s`: into a node from the others (null: links take no time;
-    see `network`). `net_*_beside_bytes_per_s`: the same while ranks compute on the host's cores (null: as else; counted
-    where `one_memory`). `net_pair_bytes_per_s`: as the first, of `net_pair_ranks` neighbours that have a faster link of their
-    own. `net_core_s_per_byte`: as `ssd_core_s_per_byte`, for a byte that a rank receives over levels;
-    `net_one_level_core_s_per_byte`: over all ranks at once (null: the same), where gloo adds what it receives piece by
-    piece, while over levels it is added once all of it has come. `net_round_core_s_per_element`: seconds of a host core for
-    a number that is rounded to fewer bits, or read from them, for a collective (null: none; counted where `one_memory`).
-    `net_memory_core_s_per_byte`: the same for a byte that a rank gathers out of memory that its host's ranks share, or adds
-    in it (null: as a copy within host memory). Latencies are seconds per event. `launch_s`: seconds of the host's thread to
-    issue a block's forward to a device beside it, which computes meanwhile; a backward takes two of them, its recompute
-    one. `schedule_forward_s`, `schedule_backward_s`: what the schedule's own code takes on that thread beside them (where
-    `one_memory`, beside the computation), for a block's forward and backward of a micro-batch; the defaults are what
-    `benchmarks/launch.py` has found on one core.
+    others of its node while all receive; `net_cross_bytes_per_s`: into a node from the others (null: links take no time; see
+    `network`). `net_local_beside_bytes_per_s`, `net_cross_beside_bytes_per_s`: the same while ranks compute on the host's cores
+    (null: as else; counted where `one_memory`). `net_pair_bytes_per_s`: as the first, of `net_pair_ranks` neighbours that have
+    a faster link of their own. `net_core_s_per_byte`: as `ssd_core_s_per_byte`, for a byte that a rank receives over levels;
+    `net_one_level_core_s_per_byte`: over all ranks at once (null: the same), where gloo adds what it receives piece by piece,
+    while over levels it is added once all of it has come. `net_round_core_s_per_element`: seconds of a host core for a number
+    that is rounded to fewer bits, or read from them, for a collective (null: none; counted where `one_memory`).
+    `net_memory_core_s_per_byte`: the same for a byte that a rank gathers out of memory that its host's ranks share, or adds in
+    it (null: as a copy within host memory). Latencies are seconds per event. `launch_s`: seconds of the host's thread to issue
+    a block's forward to a device beside it, which computes meanwhile; a backward takes two of them, its recompute one.
+    `schedule_forward_s`, `schedule_backward_s`: what the schedule's own code takes on that thread on top of these (where
+    `one_memory`, on top of the computation), for a block's forward and backward of a micro-batch; the defaults are what
+    `benchmarks/launch.py` has found on one core. `compute_latency_s` is what that code takes of a smallest event.
     `from_dict` reads the JSON of `ds-vertical limits`.
     """
 
@@ -104,11 +106,10 @@ class Machine:
             alone, together = (getattr(self, f"ssd_{lane}_{way}bytes_per_s") for way in ("", "together_"))
             if together is not None and together > alone:
                 raise refuse("machine", f"ssd_{lane}_together_bytes_per_s", together, f"at most the rate alone, {alone}")
-        for link in ("local", "cross"):
-            alone, beside = (getattr(self, f"net_{link}_{way}bytes_per_s") for way in ("", "beside_"))
+        for rate, key in _BESIDE.items():
+            alone, beside = getattr(self, rate), getattr(self, key)
             if beside is not None and (alone is None or beside > alone):
-                wanted = f"at most the rate alone, {alone}" if alone else f"null, as net_{link}_bytes_per_s is"
-                raise refuse("machine", f"net_{link}_beside_bytes_per_s", beside, wanted)
+                raise refuse("machine", key, beside, f"at most {rate}, {alone}" if alone else f"null, as {rate} is")
         if (self.net_pair_ranks is None) != (self.net_pair_bytes_per_s is None):
             raise refuse("machine", "net_pair_ranks", self.net_pair_ranks, "a number with net_pair_bytes_per_s, or neither")
         if self.adam_cores is not None and self.adam_cores > self.host_cores:
@@ -166,7 +167,7 @@ class Machine:
     def with_links(self, links: Mapping[str, float]) -> Self:
         """This machine with what `ds-vertical limits --links` has measured. Raises CostsError naming the key."""
         _refuse_links(links)
-        return replace(self, **{f"net_{name}": value for name, value in links.items()})
+        return replace(self, **link_fields(links))
 
     def shared(self, num_ranks: int) -> Self:
         """This machine as each of `num_ranks` ranks sees it, which all do the same at the same time: they share one SSD and one
@@ -177,7 +178,7 @@ class Machine:
         names += ["norm_elements_per_s"] if self.one_memory else []
         rates = {name: rate / num_ranks for name in names if (rate := getattr(self, name)) is not None}
         turns = max(1.0, num_ranks / self.host_cores) if self.one_memory else 1.0
-        own = {name: turns * getattr(self, name) for name in ("schedule_forward_s", "schedule_backward_s")}
+        own = {name: turns * getattr(self, name) for name in ("schedule_forward_s", "schedule_backward_s", "compute_latency_s")}
         return replace(self, **rates, **own)
 
     def adam_s(self, elements: float, written_bytes: float) -> float:
@@ -209,9 +210,10 @@ class Machine:
         each = self.net_core_s_per_byte if levels else self.net_one_level_core_s_per_byte or self.net_core_s_per_byte
         return received * (each or 0.0) * self.one_memory
 
-    def link_beside(self, link: str) -> float:
-        """The part of its speed that a link ("local", "cross") has while ranks compute on the host's cores."""
-        alone, beside = (getattr(self, f"net_{link}_{way}bytes_per_s", None) for way in ("", "beside_"))
+    def link_beside(self, lane: str) -> float:
+        """The part of its speed that a link has while ranks compute on the host's cores; a pair's has that of its node."""
+        lane = "net_local" if lane == "net_pair" else lane
+        alone, beside = (getattr(self, f"{lane}_{way}bytes_per_s") for way in ("", "beside_"))
         return beside / alone if self.one_memory and alone and beside else 1.0
 
     def divided(self, ssd_bytes_per_s: float, net_cores: float, computes: bool) -> tuple[float, float]:
@@ -304,6 +306,12 @@ def read_profile(name: str) -> Profile:
     if not isinstance(report, dict):
         raise CostsError(f"--machine {name}: no object; write the path of a file of `ds-vertical limits --out`")
     return Profile.from_dict(path.stem, report)
+
+
+def link_fields(links: Mapping[str, float]) -> dict[str, float | None]:
+    """The fields of a machine that `links` decide: a rate beside a computation belongs to the rate alone that it came with."""
+    given = {f"net_{name}": value for name, value in links.items()}
+    return {key: None for rate, key in _BESIDE.items() if rate in given} | given
 
 
 def _refuse_links(links: Mapping[str, float]) -> None:

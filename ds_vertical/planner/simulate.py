@@ -45,8 +45,7 @@ from ds_vertical.types import Unit
 OPTIMIZER_OPS: Final = frozenset((Op.HOLD, Op.STEP, Op.COMMIT, Op.MAKE))
 COMPUTE_OPS: Final = frozenset((Op.F, Op.HEAD, Op.B))
 _ROUNDING: Final = 1e-12
-# What transfers take of the host cores, or lose to what is computed there
-_LOADS: Final = ("ssd_core_s_per_byte", *NET_CORES, "net_local_beside_bytes_per_s", "net_cross_beside_bytes_per_s")
+_LOADS: Final = ("ssd_core_s_per_byte", *NET_CORES)  # what transfers take of the host cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,10 +387,8 @@ class _Simulation:
         if not self.transfers_load:
             return factors
         stages = [(factor, task.stage) for factor, task in zip(factors, active, strict=True)]
-        computes = "compute" in lanes or "adam" in lanes
-        left, sent = self.machine.divided(*_moved_per_s(stages), computes)
-        links = {lane: min(sent, self.machine.link_beside(lane.removeprefix("net_")) if computes else 1.0) for lane in LINKS}
-        parts = {"compute": left, "adam": left, **links}
+        left, sent = self.machine.divided(*_moved_per_s(stages), "compute" in lanes or "adam" in lanes)
+        parts = {"compute": left, "adam": left, **dict.fromkeys(LINKS, sent)}
         return [factor * parts.get(stage.lane, 1.0) for factor, stage in stages]
 
     def _divided(self, lanes: tuple[Lane, ...]) -> tuple[float, ...]:
@@ -404,6 +401,9 @@ class _Simulation:
         if machine.one_memory and "compute" in factors and "adam" in factors:
             factors["compute"] /= 1 + machine.adam_share
             factors["adam"] /= 1 + machine.adam_share
+        if "compute" in factors or "adam" in factors:
+            for lane in LINKS.keys() & factors.keys():
+                factors[lane] *= machine.link_beside(lane)
         return tuple(factors[lane] for lane in lanes)
 
     def _complete(self, task: _Task) -> None:

@@ -130,6 +130,9 @@ def test_shards_latencies_casts_and_one_memory() -> None:
     assert seconds("0B0", on_host)["compute"] == pytest.approx(2 * backward_s)
     assert seconds("0F0", on_host.shared(4)) == pytest.approx({"compute": forward_s + 1.0})
     assert on_host.shared(2).schedule_forward_s == scheduled.shared(64).schedule_forward_s == 0.5
+    smallest = replace(on_host, compute_latency_s=0.25)  # of an event, which that code has in it
+    assert seconds("0F0", smallest) == pytest.approx({"compute": forward_s + 0.5})
+    assert seconds("0F0", replace(smallest, schedule_forward_s=0.0).shared(4)) == pytest.approx({"compute": forward_s + 0.5})
     assert seconds("0STEP", replace(MACHINE, cast_elements_per_s=200.0))["adam"] == pytest.approx(15.0)
     summed, resting = replace(MACHINE, checksum_bytes_per_s=7000.0), Placement.of(parameters_on_ssd=0.0, state_on_ssd=0.0)
     assert seconds("0STEP", summed)["adam"] == pytest.approx(12.0)  # 14000 bytes

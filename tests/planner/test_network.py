@@ -370,7 +370,11 @@ def test_a_link_is_slower_while_ranks_compute() -> None:
     schedule = Schedule(1, 1, parse_events("0FETCH 0F0"))
     found = [simulate(schedule, each, shape, needs=[(), ()]).end_s for each in (machine, elsewhere)]
     assert found[0] == pytest.approx((1.25, 0.5)) and found[1] == pytest.approx((1.0, 0.5), rel=1e-4)
-    assert (machine.link_beside("cross"), machine.link_beside("pair")) == (1.0, 1.0)
+    loaded = replace(machine, net_core_s_per_byte=4e-4)  # the bytes take no more of the cores for being slow: 0.2 of both
+    assert simulate(schedule, loaded, shape, needs=[(), ()]).end_s == pytest.approx((1.3125, 0.625))
+    assert [machine.link_beside(lane) for lane in ("net_local", "net_pair", "net_cross")] == [0.5, 0.5, 1.0]
+    old = {"local_bytes_per_s": 400.0, "cross_beside_bytes_per_s": 10.0}
+    assert machine.with_links(old).link_beside("net_local") == 1.0 and machine.with_links(old).link_beside("net_cross") == 0.01
     for beside, alone in ((1001.0, 1000.0), (500.0, None)):
         with pytest.raises(CostsError, match="machine.net_local_beside_bytes_per_s: got"):
             replace(machine, net_local_bytes_per_s=alone, net_local_beside_bytes_per_s=beside)

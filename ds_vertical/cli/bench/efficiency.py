@@ -28,7 +28,7 @@ from ds_vertical.engine.metrics import ARMS
 from ds_vertical.errors import ConfigError
 from ds_vertical.planner.bound import Bound, step_bound
 from ds_vertical.planner.costs import event_costs
-from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.machine import Machine, link_fields
 from ds_vertical.planner.run_record import DTYPES, Account, ExecutedStep, read_account
 from ds_vertical.planner.simulate import SimulationSettings, simulate
 from ds_vertical.schedule.events import Event, Op, parse_event
@@ -113,7 +113,7 @@ def add_links(report: JsonObject, links: Mapping[str, float] | None) -> JsonObje
     if links is None:
         return report
     machine = report.get("machine", report)
-    return report | {"machine": machine | {f"net_{name}": value for name, value in links.items()}}
+    return report | {"machine": machine | link_fields(links)}
 
 
 def read_machine(path: Path) -> JsonObject:

@@ -57,7 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--num-ranks", type=int, help="measure this many ranks of this host")
     parser.add_argument("--size-mb", type=int, default=64, help="MB of a unit that is sent (default 64)")
     parser.add_argument(
-        "--rounds", type=int, default=5, help="of this many the fastest counts for rates, the median for cores (default 5)"
+        "--rounds",
+        type=int,
+        default=5,
+        help="of this many the fastest counts for rates, the median for cores and while ranks compute (default 5)",
     )
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--no-keep", action="store_true", help="do not keep the rates in the cache of rank 0's user")

@@ -91,7 +91,7 @@ def _kept(links: dict[str, float], hosts: Sequence[str], ranks_per_host: int) ->
 
 def _links(topology: Topology, num_bytes: int, rounds: int) -> dict[str, float]:
     """Rates and latencies of the links that there are: none within a host with one rank, none between hosts on one host. Of
-    ranks that compute on the host's cores also the rates meanwhile, and the seconds of a core for each byte that a rank
+    ranks that compute on the host's cores also the rates while they do, and the seconds of a core for each byte that a rank
     receives, or has in memory that its host's ranks share, and for each number that it rounds to fewer bits or reads."""
     collectives, links = LevelCollectives(topology), dict[str, float]()
     core_s = received = 0.0
@@ -105,8 +105,7 @@ def _links(topology: Topology, num_bytes: int, rounds: int) -> dict[str, float]:
         if computes:
             hops = _hops(collectives, level, size)
             beside = hop_timer.beside_computing(hops, rounds)
-            beside_rate = moved / max(beside.seconds - latency * len(hops), 1e-9)
-            links[f"{name}_beside_bytes_per_s"] = receivers * min(rate, beside_rate)
+            links[f"{name}_beside_bytes_per_s"] = receivers * min(rate, rate_of(moved, beside.seconds, latency * len(hops)))
             core_s += beside.core_s
     if received and computes:
         links |= {"core_s_per_byte": core_s / received, "one_level_core_s_per_byte": _one_level_core_s(size, rounds)}
@@ -121,7 +120,12 @@ def _link(collectives: LevelCollectives, level: Level, size: int, rounds: int) -
     hops = hop_timer.warm(hops_of, size)
     tiny_s, whole_s = hop_timer.seconds(hops_of(1), _TINY_ROUNDS), hop_timer.seconds(hops, rounds)
     moved = len(hops) * (topology.width(level) - 1) * topology.num_chunks(level) * size * _FP32_BYTES
-    return moved / max(whole_s - tiny_s, 1e-9), tiny_s / len(hops), moved
+    return rate_of(moved, whole_s, tiny_s), tiny_s / len(hops), moved
+
+
+def rate_of(num_bytes: int, whole_s: float, latency_s: float) -> float:
+    """Bytes a second of what takes `whole_s` with its latency."""
+    return num_bytes / max(whole_s - latency_s, 1e-9)
 
 
 def _size(topology: Topology, num_bytes: int) -> int:

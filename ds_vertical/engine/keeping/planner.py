@@ -143,6 +143,8 @@ class KeepPlanner:
         machine, timing = profile.machine.shared(ranks_here), forecast.timing
         if machine.one_memory != forecast.terms.one_memory:
             raise CostsError("machine.one_memory: the limits were measured with another accelerator")
+        if machine.one_memory:  # the seconds of the step's own backwards have that code in them
+            machine = replace(machine, schedule_backward_s=0.0)
         moved = forecast.shape.placement.with_shares(TensorKind.ACTIVATIONS, resolved.activations.shares)
         placed = replace(forecast.shape, placement=moved, activation_bytes=step.input_bytes)
         shape = shaped(placed, step.seconds, self._blocks)

@@ -41,6 +41,8 @@ REPORT: dict[str, Any] = {
         "adam_elements_per_s": 1e4,
         "host_cores": 2,
         "one_memory": True,
+        "schedule_forward_s": 0.0,
+        "schedule_backward_s": 0.0,
     },
     "rates": RATES,
 }
