@@ -8,7 +8,8 @@ what `limits` finds, and what all ranks receive and round loads the same cores. 
 measured them on the rig, and the seconds of the model's pieces, ahead of the arms and behind them. Pieces that a record lacks
 are timed here, on a machine that may be faster or slower by now. All else is what `ds-vertical plan --nodes 2 --links` calls.
 Arms that the simulation knows: flat, levels, int8, int8_int4. In records older than 2026-11-28 the ranks of a host sent each
-other what they share in memory since, so their predictions are those of the checkout that made them.
+other what they share in memory since, so their predictions are those of the checkout that made them. Where a record lacks the
+rates of links beside a computation, links are taken to be as fast as by themselves.
 """
 
 from __future__ import annotations
