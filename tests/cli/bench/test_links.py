@@ -50,7 +50,7 @@ def test_ranks_of_one_host_have_links_of_their_own(
     assert links["memory_core_s_per_byte"] < links["core_s_per_byte"], "sockets cost more than memory"
     assert 1e-11 < links["round_core_s_per_element"] < 1e-6
     shown = capfd.readouterr().out
-    assert f"while the ranks compute{links['local_beside_bytes_per_s'] * 1e-9:22.3f} GB/s" in shown
+    assert f"while the ranks compute{links['local_beside_bytes_per_s'] * 1e-9:21.3f} GB/s" in shown
     assert all(f"into a rank, from its {others}" in shown for others in ("pair's other", "host's others"))
     assert ("a pair has no link of its own" in shown) is not own
     assert "into a host" not in shown and f"written: {out}" in shown
