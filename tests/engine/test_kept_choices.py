@@ -31,6 +31,7 @@ from ds_vertical.engine.memory_check import Forecast, groups_of
 from ds_vertical.errors import StorageError
 from ds_vertical.model.layers import map_layers
 from ds_vertical.planner.candidate import Candidate
+from ds_vertical.planner.machine import Profile
 from ds_vertical.planner.search import tune_keeping
 from ds_vertical.types import ActivationSettings, Tier
 
@@ -331,3 +332,10 @@ def test_all_ranks_keep_the_same(tmp_path: Path, place: str, keep: str | None, r
     assert chosen[0] and chosen[0] == chosen[1], "\n".join(output[-2000:] for output in outputs)
     if keep is not None:
         assert f"keep='{keep}', keep_device=<Tier." in chosen[0][0] and "(keep_device null: planned from" in outputs[0]
+
+
+def test_the_schedules_own_code_is_counted_once(tmp_path: Path) -> None:
+    """Where the host computes, the seconds of the first step's own backwards have that code in them; a forward's have not."""
+    profile = Profile.from_dict("this machine", report(schedule_forward_s=0.25, schedule_backward_s=0.5))
+    machine = planner(tmp_path, report()).problem(step(), profile, 1).machine
+    assert (machine.schedule_forward_s, machine.schedule_backward_s) == (0.25, 0.0)

@@ -52,6 +52,8 @@ def test_the_slowest_host_decides_each_rate() -> None:
     }
     slow["machine"] |= {"launch_s": 2e-3, "schedule_forward_s": 1e-3, "schedule_backward_s": 3e-3}
     slow["machine"] |= {"ssd_read_together_bytes_per_s": None, "host_cores": 2, "adam_cores": None, "ssd_latency_s": 1e-4}
+    quick["machine"] |= {"net_local_bytes_per_s": 4e9, "net_local_beside_bytes_per_s": 3e9}
+    slow["machine"] |= {"net_local_bytes_per_s": 2e9, "net_local_beside_bytes_per_s": None}  # none was measured beside
     found = machine_cache.slowest_report([quick, slow])
     assert found is not None and found["machine"] == {
         "ssd_read_bytes_per_s": 1e9,
@@ -65,6 +67,8 @@ def test_the_slowest_host_decides_each_rate() -> None:
         "schedule_forward_s": 2e-3,
         "schedule_backward_s": 3e-3,
         "one_memory": True,
+        "net_local_bytes_per_s": 2e9,
+        "net_local_beside_bytes_per_s": 2e9,
     }
     assert found["capacity"] == {"ssd_bytes": 90, "host_bytes": 7}
     assert quick["machine"]["host_cores"] == 8
